@@ -85,7 +85,7 @@ def test_the_command_prints_one_line_that_ends_with_whether_the_rank_fits(capsys
         ),
         (
             ["--recipe", "digits", "--config", '{"epoch": 1}'],
-            "error: config: expected one of the fields",
+            "error: config: expected a known field (did you mean epochs?)",
         ),
         (
             ["--recipe", "digits"],

@@ -235,9 +235,11 @@ def test_the_image_of_a_command_wins_over_environment_and_file(project, environm
         ("image = 3\n", "image: expected a string, got 3"),
         ("image = 'localhost:5000/mine'\n", "image: expected an image with its tag, such as "),
         ("[allowed]\nurls = 's3://x'\n", "allowed.urls: expected a list, got 's3://x'"),
-        ("[sandbox]\ngpuz = 1\n", "sandbox: expected one of the fields "),
-        ("[sandbox]\ngpuz = 1\n", "got 'gpuz' (did you mean gpus?)"),
-        ("[production]\ngpuz = 1\n", "production: expected one of the fields "),
+        (
+            "[sandbox]\ngpuz = 1\n",
+            "sandbox: expected a known field (did you mean gpus?), got 'gpuz'",
+        ),
+        ("[production]\nzzz = 1\n", "production: expected one of the fields "),
         ("[sandbox]\ngpus = -1\n", "sandbox: gpus: expected a whole number of at least 0, got -1"),
         (
             "[sandbox]\nwandb_mode = 'onlin'\n",

@@ -154,7 +154,7 @@ def test_the_help_explains_every_flag():
             ["--config", '{"recipe_options": {"size": 1}}'],
             "expected no options for recipe 'digits', got 'size'",
         ),
-        (["--config", '{"epoch": 3}'], "config: expected one of the fields epochs"),
+        (["--config", '{"epoch": 3}'], "config: expected a known field (did you mean epochs?)"),
         (
             ["--config", '{"global_batch_size": 33}', "--num_processes", "2"],
             "expected a multiple of 2, got 33",

@@ -118,7 +118,7 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
     ("grid", "num_models", "expected"),
     [
         ({}, 0, "grid: expected a JSON object such as .*, got {}"),
-        ({"lr": [0.1]}, 0, "grid: expected one of the fields epochs, .*, got 'lr'"),
+        ({"lr": [0.1]}, 0, "grid: expected a known field .*learning_rate.*, got 'lr'"),
         ({"learning_rate": []}, 0, r"grid.learning_rate: expected a list of choices.*, got \[\]"),
         ({"learning_rate": 0.1}, 0, "grid.learning_rate: expected a list of choices.*, got 0.1"),
         (

@@ -97,7 +97,7 @@ def test_the_command_trains_into_a_directory_of_its_own_and_resumes_there(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["digits", "--epoch", "3"], "config: expected one of the fields .*'epoch' .did you mean "),
+        (["digits", "--epoch", "3"], "config: expected a known field .did you mean .*'epoch'"),
         (["digits", "--epochs", "many"], "epochs: expected a whole number of at least 1, got 'm"),
         (["digits", "--epochs"], "epochs: expected a whole number of at least 1, got True"),
         (["digits", "--recipe_options.width", "3"], "recipe_options: expected "),

@@ -1,5 +1,5 @@
-"""Threads of the driver, an agent and a rank. All are daemons: what hangs in one must not outlive a
-run that was stopped. Imports no torch.
+"""Threads of the driver, an agent and a rank. All are daemons, because a thread that hangs must not
+outlive a run that was stopped. Imports no torch.
 """
 
 from __future__ import annotations

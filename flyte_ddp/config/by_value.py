@@ -3,8 +3,8 @@
 Imports no torch.
 
 Other processes cannot import them. So cloudpickle carries them, and a checksum of their code and of
-the values they refer to is their version. What lies in modules is named, and imported from the
-files as they are then.
+the values they refer to is their version. Classes and functions of modules travel by name. The
+receiver imports them from the files as they are then.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import types
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -31,7 +32,7 @@ from flyte_ddp.config.source_code import (
 )
 from flyte_ddp.errors import ConfigError, in_one_line
 
-# attributes of a class that are not its source, or say where that is
+# attributes of a class that are not its source, or name the place of its source
 NOT_SOURCE = ("__dict__", "__doc__", "__module__", "__weakref__", "_abc_impl")
 
 HEAP_TYPE = 1 << 9  # the flag of a class that is no part of Python's own code
@@ -41,7 +42,7 @@ def pickle(value: object, of: Any, field: str) -> bytes:
     """Return `value`, which carries the class or function `of`, in a form that cloudpickle loads.
 
     Raises:
-        ConfigError: it cannot be pickled; begins with `field`.
+        ConfigError: `value` cannot be pickled. The message begins with `field`.
     """
     file = io.BytesIO()
     try:
@@ -55,8 +56,8 @@ def pickle(value: object, of: Any, field: str) -> bytes:
 
 
 def dumps(value: object) -> bytes:
-    """Return `value` as `cloudpickle.dumps` does, also where it refers to a module that cloudpickle
-    cannot pickle. Raises an error of any kind if it cannot be pickled.
+    """Return `value` pickled as by `cloudpickle.dumps`. `value` may refer to modules that
+    cloudpickle cannot pickle. Raises an error of any kind if `value` cannot be pickled.
     """
     file = io.BytesIO()
     _ModulePickler(file).dump(value)
@@ -64,10 +65,10 @@ def dumps(value: object) -> bytes:
 
 
 class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Names modules of any type.
+    """Pickles modules of any type by name.
 
-    cloudpickle does so for Python's own type alone. `torch.distributed.config` has another one, and
-    cloudpickle takes it along for a function that mentions `dist` and any attribute `config`.
+    cloudpickle does so for Python's own module type alone. `torch.distributed.config` has another
+    type. cloudpickle pickles it with any function that mentions `dist` and an attribute `config`.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -79,10 +80,11 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Pickler(_ModulePickler):
-    """Names what lies in `packages`, also where it was imported before an edit.
+    """Pickles classes and functions of `packages` by name, also where they were imported before an
+    edit.
 
-    With `is_anew`, classes load as new ones also in this process; else what comes back has the
-    classes that it was sent with.
+    With `is_anew`, classes load as new classes even in this process. Without it, objects that come
+    back have the classes with which they were sent.
     """
 
     def __init__(self, file: io.BytesIO, packages: Collection[str], is_anew: bool) -> None:
@@ -99,13 +101,13 @@ class _Pickler(_ModulePickler):
         if self._is_anew and is_class and len(reduced) > 2:
             make, arguments, (attributes, slots), *rest = reduced
             attributes["__qualname__"] = value.__qualname__
-            # without the class's id, by which it would load as the one that this process has
+            # With the class's id, it would load as the class that this process has.
             return make, (*arguments[:-2], None, None), (attributes, slots), *rest
         return reduced
 
 
 def is_by_value(value: Any) -> bool:
-    """Return whether no module has the class or function `value` under its name."""
+    """Return whether no module contains the class or function `value` under its name."""
     if isinstance(value, type) and not value.__flags__ & HEAP_TYPE:
         return False
     if value.__module__ in (None, *NAMES) or "<" in value.__qualname__:
@@ -115,7 +117,7 @@ def is_by_value(value: Any) -> bool:
 
 
 def _wraps(value: Any) -> bool:
-    """Return whether a function has the name of another one, which it wraps."""
+    """Return whether a function wraps another function and has its name."""
     if not hasattr(value, "__wrapped__"):
         return False
     try:
@@ -137,29 +139,31 @@ class Checksum:
     count.
 
     Attributes:
-        modules: those that the values refer to, by name, without installed ones that are not in
-            `packages`: their files count.
+        modules: names of the modules that the values refer to, without installed modules outside
+            `packages`. The files of these modules are part of the version.
     """
 
     packages: Collection[str]
     modules: set[str] = field(default_factory=set)
-    # by id, with the value, so that no other one gets its id
+    # each value and its checksum, by the value's id; a value that is kept here keeps its id
     _known: dict[int, tuple[object, bytes]] = field(default_factory=dict)
 
     def of(self, value: object) -> bytes:
-        """Return the checksum of `value`. Raises an error of any kind if it cannot be reduced to
-        plain values.
+        """Return the checksum of `value`. Raises an error of any kind if `value` cannot be reduced
+        to plain values.
         """
         if id(value) not in self._known:
             self._known[id(value)] = value, b"a cycle"
             digest = hashlib.sha256(f"{type(value).__module__}.{type(value).__qualname__}".encode())
             for part in self._parts(value):
-                digest.update(part if isinstance(part, bytes) else self.of(part))
+                if not isinstance(part, bytes):
+                    part = self.of(part)
+                digest.update(part)
             self._known[id(value)] = value, digest.digest()
         return self._known[id(value)][1]
 
     def _parts(self, value: Any) -> list[Any]:
-        """Return the values that make up `value`; bytes for those that count as they are."""
+        """Return the values that make up `value`. Bytes go into the checksum as they are."""
         if isinstance(value, (str, bytes, int, float, complex, type(None), type(...))):
             return [repr(value).encode()]
         if isinstance(value, types.ModuleType):
@@ -211,30 +215,36 @@ class Checksum:
 
 
 def code_version(carried: Any) -> str:
-    """Return a SHA-256 of the code of a class, a function or another callable object, of the values
-    that this refers to, and of the files beside it that it imports.
+    """Return a SHA-256 of the code of a class, a function or another callable object. The checksum
+    includes the values that the code refers to, and the files that the code imports.
 
-    Raises an error of any kind if it cannot be reduced to plain values.
+    Raises an error of any kind if `carried` cannot be reduced to plain values.
     """
     packages = find_packages(carried)
     checksum = Checksum(packages)
     own_code = checksum.of(carried)
     packages |= {module.partition(".")[0] for module in checksum.modules}
-    files = {
-        name: file
-        for module in sorted(checksum.modules)
-        for name, file in imported_files(module, packages).items()
-    }
+    files: dict[str, Path] = {}
+    for module in sorted(checksum.modules):
+        files |= imported_files(module, packages)
     return hashlib.sha256(own_code + compute_digest_of_files(files).encode()).hexdigest()
 
 
 def _reduce(value: Any) -> list[Any]:
     """Return the parts of any other value, as pickle takes it apart."""
     reduce = cloudpickle.Pickler.dispatch_table.get(type(value))
-    reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+    if reduce:
+        reduced = reduce(value)
+    else:
+        reduced = value.__reduce_ex__(4)
     if not isinstance(reduced, str):
-        return [list(each) if isinstance(each, Iterator) else each for each in reduced]
-    # a function that is not Python's, or wraps one, as a cache does
+        parts = []
+        for each in reduced:
+            if isinstance(each, Iterator):
+                each = list(each)
+            parts.append(each)
+        return parts
+    # a built-in function, or a wrapper around a function, such as a cache
     found = [reduced, getattr(value, "__module__", None)]
     if hasattr(value, "__wrapped__"):
         found.insert(1, value.__wrapped__)

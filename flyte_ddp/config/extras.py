@@ -8,7 +8,8 @@ import importlib.util
 
 from flyte_ddp.errors import ConfigError
 
-EXTRAS = {  # as in pyproject.toml
+# the extra in pyproject.toml that brings each package
+EXTRAS = {
     "adlfs": "azure",
     "gcsfs": "gcs",
     "huggingface_hub": "text",
@@ -40,10 +41,10 @@ def require(purpose: str, *packages: str, extra: str = "") -> None:
 
     Args:
         purpose: what needs them, for the message.
-        extra: that brings them, if it is not the one that is named after the package.
+        extra: name of the extra that brings them; "" for the one in `EXTRAS`.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a package is not installed.
     """
     for package in packages:
         if not is_installed(package):

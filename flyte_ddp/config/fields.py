@@ -1,8 +1,8 @@
 """Validation of frozen config classes: type, bounds and unit of a field stand beside it, and one
 function checks them.
 
-By hand rather than by pydantic: importing it and defining one class takes 0.15 to 0.3 s, in every
-agent and rank.
+The checks are written by hand. Importing pydantic and defining one class takes 0.15 to 0.3 s, in
+every agent and rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Limits:
     """The values that a field accepts, beyond its type."""
 
     minimum: float | None = None  # the smallest accepted number
-    maximum: float | None = None  # the largest
+    maximum: float | None = None  # the largest accepted number
     above: float | None = None  # every accepted number is larger than this
-    below: float | None = None  # and smaller than this
+    below: float | None = None  # every accepted number is smaller than this
     choices: Collection[str] = ()
     pattern: str = ""  # regular expression that a string matches as a whole
     is_valid: Callable[[str], bool] | None = None  # whether a string is accepted
     example: str = ""  # how an error describes what matches `pattern` or `is_valid`
-    unit: str = ""  # of a number
+    unit: str = ""  # unit of the number, such as "seconds"
 
     def accept(self, value: Any) -> bool:
         """Check `value`, which has the field's type already."""
@@ -67,7 +67,8 @@ class Limits:
 
     @property
     def _bounds(self) -> list[tuple[str, float]]:
-        return [(name, bound) for name in _BOUNDS if (bound := getattr(self, name)) is not None]
+        bounds = [(name, getattr(self, name)) for name in _BOUNDS]
+        return [(name, bound) for name, bound in bounds if bound is not None]
 
 
 ANY = Limits()
@@ -84,31 +85,35 @@ def field(
     """Declare a dataclass field with its default, its meaning and its `limits`, which are fields of
     `Limits`.
 
-    The limits of a list are those of its items.
+    The limits of a list apply to its items.
 
     Args:
         listed: the list in the table `allowed` of settings.toml that says what a launch may give;
             "" for any value.
     """
-    start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
+    start: dict[str, Any] = {"default": default}
+    if factory:
+        start = {"default_factory": factory}
     metadata = {LIMITS: Limits(**limits), HELP: help, LISTED: listed}
     return dataclasses.field(metadata=metadata, **start)
 
 
 def describe_fields(config_class: Any, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each field, those of a nested class after it: its name, default, unit and
-    meaning.
+    """Yield a line for each field: its name, default, unit and meaning. The lines of a nested class
+    follow the line of its field.
     """
     kinds = typing.get_type_hints(config_class)
     for each in dataclasses.fields(config_class):
         kind, limits = kinds[each.name], each.metadata.get(LIMITS, ANY)
-        default = each.default_factory() if callable(each.default_factory) else each.default
-        value = (
-            ""
-            if dataclasses.is_dataclass(kind)
-            else f" = {json.dumps(default)}" + (f" {limits.unit}").rstrip()
-        )
-        choices = f"one of {', '.join(limits.choices)}" if limits.choices else ""
+        default = each.default
+        if callable(each.default_factory):
+            default = each.default_factory()
+        value = ""
+        if not dataclasses.is_dataclass(kind):
+            value = f" = {json.dumps(default)}" + (f" {limits.unit}").rstrip()
+        choices = ""
+        if limits.choices:
+            choices = f"one of {', '.join(limits.choices)}"
         meaning = "; ".join(filter(None, [choices, each.metadata.get(HELP, "")]))
         yield f"{prefix + each.name + value:<50} {meaning}".rstrip()
         if dataclasses.is_dataclass(kind):
@@ -133,7 +138,7 @@ def validate(config: Any, prefix: str = "") -> None:
 
 
 class Checked:
-    """The base of frozen dataclasses whose fields are checked, as `validate` does."""
+    """The base of frozen dataclasses. `validate` checks their fields."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -143,11 +148,11 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     """Return `value` as `kind`: a number, bool, string, JSON value, config class, or a list, tuple
     or mapping of such.
 
-    A whole number is a fine float and 1e3 a fine int, also as a scalar of NumPy or torch, but "3",
-    true and null are neither.
+    A float may be given as a whole number, and an int as 1e3. Both may be scalars of NumPy or
+    torch. "3", true and null are no numbers.
 
     Raises:
-        ConfigError: it has another type, or the limits refuse it.
+        ConfigError: `value` has another type, or the limits refuse it.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
@@ -170,7 +175,7 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
 
 def _copy_json(name: str, value: Any) -> Any:
     """Return a copy of a JSON value, so that no other code changes it."""
-    with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
+    with contextlib.suppress(TypeError, ValueError):  # JSON does not know every type
         return json.loads(json.dumps(value, allow_nan=False))
     raise ConfigError(f"{name}: expected a JSON value, got {value!r}")
 
@@ -188,21 +193,23 @@ def _make_object(name: str, value: Any, kind: Any) -> Any:
 
 
 def _check_scalar(name: str, value: Any, kind: Any, limits: Limits) -> Any:
-    scalar = value.item() if hasattr(value, "item") and not value.shape else value
+    scalar = value
+    if hasattr(value, "item") and not value.shape:
+        scalar = value.item()
     is_right = isinstance(scalar, kind)
     if kind in _LARGEST:
         is_number = isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
-        is_right = (
-            is_number and abs(scalar) <= _LARGEST[kind] and (kind is float or scalar == int(scalar))
-        )
+        is_right = is_number and abs(scalar) <= _LARGEST[kind]
+        if is_right and kind is int:
+            is_right = scalar == int(scalar)
     if not is_right or not limits.accept(scalar):
         raise ConfigError(f"{name}: expected {limits.describe(kind)}, got {value!r}")
     return kind(scalar)
 
 
 def whole_number(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> int:
-    """Return a whole number that a program gives, as `check`; 5.0 of a program is none, as for
-    Python's own.
+    """Return a whole number that a program gives, as `check` does. 5.0 is refused, as Python's own
+    functions refuse it.
     """
     limits = Limits(minimum, maximum)
     try:
@@ -213,21 +220,24 @@ def whole_number(name: str, value: Any, minimum: int = 0, maximum: int | None = 
 
 
 def finite_number(name: str, value: Any, **limits: Any) -> float:
-    """Return a number that a program gives, as `check`, within `limits`, which are fields of
-    `Limits`.
-    """
+    """Return a number that a program gives, as `check` does. `limits` are fields of `Limits`."""
     return float(check(name, value, float, Limits(**limits)))
 
 
 def plain_number(name: str, value: Any) -> float:
-    """Return a number that a program measures, of NumPy or in a tensor, also NaN or infinite."""
+    """Return a number that a program measures. It may be a NumPy scalar or a tensor, and NaN or
+    infinite.
+    """
+    is_text = isinstance(value, str)
     try:
-        return float("" if isinstance(value, str) or len(getattr(value, "shape", ())) else value)
+        if is_text or len(getattr(value, "shape", ())):
+            raise TypeError
+        return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ConfigError(f"{name}: expected a number, got {value!r}") from None
 
 
-# Names of other frameworks, by their letters alone, with the field that is meant.
+# Each field with its names in other frameworks, in lower-case letters and digits alone.
 _SYNONYMS = {
     "learning_rate": "lr maxlr baselr peaklr learnrate steplr",
     "global_batch_size": "batchsize bs trainbatchsize totalbatchsize globalbatch "
@@ -260,14 +270,17 @@ SYNONYMS = {name: field for field, names in _SYNONYMS.items() for name in names.
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest of the names that are known, if
-    one is near.
+    """Return the part of an error that suggests the known name nearest to an unknown one; "" if no
+    known name is near.
     """
     known, letters = list(known), re.sub("[^a-z0-9]", "", str(name).lower())
-    if (meant := SYNONYMS.get(letters)) in known:
+    meant = SYNONYMS.get(letters)
+    if meant in known:
         return f" (did you mean {meant}?)"
     near = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    if near:
+        return f" (did you mean {near[0]}?)"
+    return ""
 
 
 def check_object(name: str, values: object) -> None:
@@ -281,24 +294,25 @@ def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None
 
     Raises:
         ConfigError: `values` is no mapping, a key is no field, or a field without a default is
-            missing; begins with `name`.
+            missing. The message begins with `name`.
     """
     check_object(name, values)
     known = {each.name: each for each in dataclasses.fields(config_class)}
     for key in values:
         if key not in known:
-            raise ConfigError(
-                f"{name}: expected one of the fields {', '.join(known)}, got "
-                f"{key!r}{suggest(key, known)}"
-            )
+            expected = f"one of the fields {', '.join(known)}"
+            hint = suggest(key, known)
+            if hint:
+                expected = f"a known field{hint}"
+            raise ConfigError(f"{name}: expected {expected}, got {key!r}")
     for key, each in known.items():
         if key not in values and each.default is each.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{name}: expected the field {key}, got none")
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Return the seconds of a number with s, m, h or d. Raises ConfigError, which names `name`, for
-    another text.
+    """Return the seconds of a number with s, m, h or d. Raises ConfigError, with `name`, for any
+    other text.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
@@ -316,11 +330,12 @@ _CRON: tuple[tuple[int, int, str], ...] = (
 )
 
 
-_MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)  # in a leap year
+# number of days of each month in a leap year
+_MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
 def is_cron(text: str) -> bool:
-    """Return whether `text` is a schedule in cron's five fields that some day has, or none."""
+    """Return whether `text` is empty, or a schedule in cron's five fields that some day matches."""
     if not text:
         return True
     parts = text.split(" ")
@@ -335,7 +350,7 @@ def is_cron(text: str) -> bool:
 
 
 def _list_cron_values(text: str, bounds: tuple[int, int, str]) -> set[int]:
-    """Return the numbers of one field; none if it is invalid."""
+    """Return the numbers that one field of a schedule allows; none if the field is invalid."""
     low, high, names = bounds
     numbers = {each: str(number) for number, each in enumerate(names.split(), start=low)}
     found: set[int] = set()
@@ -356,21 +371,20 @@ def _list_cron_values(text: str, bounds: tuple[int, int, str]) -> set[int]:
 
 
 def read_object(flag: str, text: str) -> dict[str, Any]:
-    """Return the fields that the value of a flag has: JSON, or the name of a YAML or JSON file.
+    """Return the fields in the value of a flag: JSON, or the name of a YAML or JSON file.
 
     Raises:
-        ConfigError: it is neither, or no object.
+        ConfigError: the value is neither, or contains no object.
     """
     import yaml
 
     try:
-        values = (
-            json.loads(text)
-            if text.lstrip().startswith("{")
-            else yaml.safe_load(Path(text).read_text("utf-8-sig"))
-        )
+        if text.lstrip().startswith("{"):
+            values = json.loads(text)
+        else:
+            values = yaml.safe_load(Path(text).read_text("utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())  # with line and column
+        reason = " ".join(str(error).split())  # the message names line and column
         raise ConfigError(
             f"{flag}: expected a JSON object or the name of a JSON or YAML file, got {text!r}: "
             f"{reason}"

@@ -7,18 +7,21 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-# in the paths of others' modules
+# parts of the paths of installed modules
 LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
 
 
 def frames_of_user(error: BaseException | types.TracebackType) -> types.TracebackType | None:
-    """Return a traceback, or that of an error, from the first frame of the user's own code on; None
-    if there is none.
+    """Return the traceback of an error, or a given traceback, from the first frame of the user's
+    code on; None if no frame is the user's.
 
-    What comes before that, such as the training loop and torch's modules, is the same for every
+    The frames before it, such as the training loop and torch's modules, are the same for every
     error in a recipe.
     """
-    frames = error.__traceback__ if isinstance(error, BaseException) else error
+    if isinstance(error, BaseException):
+        frames = error.__traceback__
+    else:
+        frames = error
     while frames and not is_of_program(frames.tb_frame.f_globals):
         frames = frames.tb_next
     return frames

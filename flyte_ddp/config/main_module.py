@@ -14,10 +14,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-# multiprocessing enters it under the second name too, with or without children
+# names of the main module; multiprocessing uses the second one too, with or without children
 NAMES = ("__main__", "__mp_main__")
 
-# a variable that Python reads, and its value then
+# an environment variable that Python reads, and its value while children start
 SAFE_PATH, WHILE_STARTING = "PYTHONSAFEPATH", "while starting"
 
 _hiding = threading.Lock()
@@ -47,8 +47,8 @@ def hide_main_module() -> Iterator[None]:
 
 
 def show_working_directory() -> None:
-    """Give what this process starts the user's own setting again. Called in a child of that block,
-    too.
+    """Restore the user's own setting for the processes that this one starts. A child that was
+    started in the block of `hide_main_module` calls it too.
     """
     if os.environ.get(SAFE_PATH) == WHILE_STARTING:
         del os.environ[SAFE_PATH]

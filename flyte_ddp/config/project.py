@@ -1,7 +1,7 @@
 """Make a project that trains on Flyte, and print what a namespace needs: `flyte-ddp new` and
 `flyte-ddp deploy`.
 
-A project has declarations alone, which are its owner's; what they call is this package. A new
+A project consists of declarations, which its owner may change. They call this package. A new
 version is another wheel. The wheel carries the files of a project as its data.
 """
 
@@ -22,17 +22,17 @@ from flyte_ddp.config.source_code import describe_commit, read_settings
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"
-# the root of the checkout, to which the environment of `make setup` links; else the directory
+# root of the checkout if this package runs from one, as after `make setup`; otherwise the directory
 # of the installed packages
 ROOT = Path(__file__).resolve().parents[2]
-DATA = "share/flyte-ddp/"  # where an installation has the files
+DATA = "share/flyte-ddp/"  # directory of the project files in an installation
 TRAINING = (
     *("recipes/wine.py", "tasks/__init__.py", "tasks/train.py", "tests/test_recipes.py"),
     *("workflows/single_node.py", "workflows/multi_node.py"),
 )
 FUNCTION = ("workflows/train.py", "tests/test_train.py")
-# files of a project for Flyte 2. The other files below flyte2/ replace those of the same name for
-# Flyte 1.
+# Files of a project for Flyte 2. The other files below flyte2/ replace the files of the same name
+# for Flyte 1.
 FLYTE_2_WORKFLOWS = "workflows/flyte2.py"
 FLYTE_2 = ("recipes/wine.py", FLYTE_2_WORKFLOWS, "tests/test_recipes.py")
 ALWAYS = (
@@ -66,29 +66,34 @@ def make_project(
     wheel: str = "",
     flyte: int = 1,
 ) -> Iterator[str]:
-    """Make a project in `directory`, or add `parts` to the one that is there. Yield lines for
+    """Make a project in `directory`, or add `parts` to the existing project there. Yield lines for
     people.
 
     Args:
-        parts: of `PARTS`.
-        is_function: a task whose function trains, instead of a recipe.
-        wheel: the file of this package; "" for the one that it was installed from, as pip has
-            noted it, or that `make wheel` built in this checkout.
-        flyte: 1 or 2, of which the second has all workflows in one file.
+        parts: names in `PARTS`.
+        is_function: the project has a task with a training function, instead of a recipe.
+        wheel: the file of this package. With "", it is the file from which pip installed this
+            package, or the file that `make wheel` built in this checkout.
+        flyte: version of Flyte, 1 or 2. A project for 2 has all workflows in one file.
 
     Raises:
-        ConfigError: an unknown part or version of Flyte, or a part of Flyte 1's for Flyte 2; the
-            directory has files and is no project, cannot be made, or has a file of a part already;
-            an option for new projects alone; the wheel is not there. Nothing is written then.
+        ConfigError: an unknown part or version of Flyte, or a part of Flyte 1 for Flyte 2; the
+            directory contains files and is no project, cannot be made, or contains another file
+            with the name of a part; an option for new projects alone; the wheel does not exist.
+            Nothing is written then.
     """
     project = Path(directory)
     is_there = _has_files(project)
     _check_request(project, is_there, parts, is_function, flyte)
     if is_there and (is_function or wheel):
-        name = "--function" if is_function else "--wheel"
+        name = "--wheel"
+        if is_function:
+            name = "--function"
         raise ConfigError(f"{name}: expected a new project, got {directory!r}, which is there")
     files = _choose_files(project, parts, is_function, flyte, is_new=not is_there)
-    own_wheel = None if is_there else _find_wheel(wheel)
+    own_wheel = None
+    if not is_there:
+        own_wheel = _find_wheel(wheel)
     for name, content in files.items():
         if (project / name).exists() and (project / name).read_bytes() != content:
             raise ConfigError(f"--with: expected no file of your own at {name}, got one")
@@ -114,7 +119,7 @@ def make_project(
 def _check_request(
     project: Path, is_there: bool, parts: Collection[str], is_function: bool, flyte: int
 ) -> None:
-    """Raise ConfigError for options that are unknown, or do not fit what the directory has."""
+    """Raise ConfigError for unknown options, or options that do not fit the directory."""
     if flyte not in (1, 2):
         raise ConfigError(f"--flyte: expected 1 or 2, got {flyte}")
     for part in parts:
@@ -138,12 +143,18 @@ def _check_request(
 def _choose_files(
     project: Path, parts: Collection[str], is_function: bool, flyte: int, is_new: bool
 ) -> dict[str, bytes]:
-    """Return the files to write, by their names. What a part only imports is written where it is
-    missing.
+    """Return the contents of the files to write, by name. A file that a part only imports is
+    written if it is missing.
     """
     names = [name for part in parts for name in PARTS[part]]
     if is_new:
-        names += [*ALWAYS, *(FLYTE_2 if flyte == 2 else FUNCTION if is_function else TRAINING)]
+        names += ALWAYS
+        if flyte == 2:
+            names += FLYTE_2
+        elif is_function:
+            names += FUNCTION
+        else:
+            names += TRAINING
     names += [name for part in parts for name in NEEDS[part] if not (project / name).exists()]
     files = _files()
     if flyte == 2:
@@ -155,8 +166,8 @@ def _choose_files(
 
 
 def _has_files(project: Path) -> bool:
-    """Return whether a directory has more than what other programs hide in it, such as the .git of
-    an empty clone. Raises ConfigError if it is no directory.
+    """Return whether a directory contains files. Files that other programs hide in it, such as the
+    .git of an empty clone, do not count. Raises ConfigError if `project` is no directory.
     """
     try:
         names = [each.name for each in project.iterdir()]
@@ -179,11 +190,12 @@ def find_version() -> tuple[str, str]:
 
 
 def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> str:
-    """Return what deploy/ has for the rights of tasks in `namespace`, for `kubectl apply`.
+    """Return the manifests in deploy/ that give tasks in `namespace` their rights, for
+    `kubectl apply`.
 
     Args:
-        image: the one that the pods of runs may have; "" for that of the manifests.
-        has_namespace: it is there, as Flyte makes it.
+        image: the image that pods of runs may have; "" for the image in the manifests.
+        has_namespace: the namespace exists already. Flyte makes it.
     """
     import yaml
 
@@ -204,13 +216,13 @@ def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> st
             text = text.replace("registry.example.com/flyte-ddp", re.sub(r"[:@][^/]*$", "", image))
         documents += yaml.safe_load_all(text)
     for each in documents:
-        if each["kind"] in ("NetworkPolicy", "PodTemplate"):  # which their files do not place
+        if each["kind"] in ("NetworkPolicy", "PodTemplate"):  # their files name no namespace
             each["metadata"]["namespace"] = namespace
     return str(yaml.safe_dump_all(documents, sort_keys=False))
 
 
 def _files() -> dict[str, bytes]:
-    """Return the files of projects by their names, of an installation or of a checkout."""
+    """Return the files of projects by name, from an installation or a checkout."""
     try:
         entries = metadata.distribution(DISTRIBUTION).files or []
     except metadata.PackageNotFoundError:
@@ -219,27 +231,32 @@ def _files() -> dict[str, bytes]:
     for entry in entries:
         _, has_data, name = str(entry).partition(DATA)
         if has_data:
-            # With --target, pip moves the data beside the packages and leaves their names as they
-            # were.
-            beside = ROOT / DATA / name
-            found[name] = (beside if beside.is_file() else Path(str(entry.locate()))).read_bytes()
+            # `pip install --target` moves the data beside the packages. The listed names of the
+            # files do not change.
+            file = ROOT / DATA / name
+            if not file.is_file():
+                file = Path(str(entry.locate()))
+            found[name] = file.read_bytes()
     return found
 
 
 def _files_of_checkout() -> Iterator[tuple[str, bytes]]:
-    """Yield what the wheel gets by pyproject.toml."""
+    """Yield the files that pyproject.toml puts into the wheel, with their names."""
     build = read_settings(ROOT / "pyproject.toml")["tool"]["hatch"]["build"]
     for source, target in build["targets"]["wheel"]["shared-data"].items():
         top = ROOT / source
-        for file in top.rglob("*") if top.is_dir() else [top]:
+        files = [top]
+        if top.is_dir():
+            files = list(top.rglob("*"))
+        for file in files:
             if file.is_file():
                 name = Path(target, file.relative_to(top)).relative_to(DATA)
                 yield name.as_posix(), file.read_bytes()
 
 
 def _find_wheel(given: str) -> Path:
-    """Return the wheel of this package. Raises ConfigError if it is not there, or another
-    version.
+    """Return the wheel of this package. Raises ConfigError if the file does not exist, or has
+    another version.
     """
     name = given
     try:
@@ -251,8 +268,9 @@ def _find_wheel(given: str) -> Path:
     else:
         version = distribution.version
         remedy = f"pip download --no-deps {DISTRIBUTION}=={version} fetches it"
-        if not name and (noted := distribution.read_text("direct_url.json")):
-            name = unquote(urlsplit(json.loads(noted)["url"]).path)
+        source = distribution.read_text("direct_url.json")
+        if not name and source:
+            name = unquote(urlsplit(json.loads(source)["url"]).path)
         has_version = f"-{version}-" in name
     if not (name.endswith(".whl") and Path(name).is_file() and has_version):
         raise ConfigError(

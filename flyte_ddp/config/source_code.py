@@ -1,8 +1,7 @@
-"""The source code of a run: its files and a hash of them. What is shipped and what is hashed are
-the same files.
+"""The source code of a run: its files and a hash of them. The same files are shipped and hashed.
 
 A recipe may import from its own package and from the packages of recipes that settings.toml names,
-so these belong together. Imports no torch.
+so all of these belong to the run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,28 +35,30 @@ from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError
 
 SETTINGS_FILE = "settings.toml"
-MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
-# tells a registered task its commit, because its pod has no repository
+MAX_SIZE = 32 << 20  # bytes of code; a larger directory also contains data
+# environment variable with the commit of a registered task, because its pod has no repository
 COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"
 STARTED = time.time()  # about when this process started
 # the type of each field of settings.toml, and how an error names the type
+_TABLES = ("production", "sandbox", "allowed", "wandb", "mlflow", "tensorboard")
 _SHAPES: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("production", "sandbox", "allowed"), (dict, "a table")),
-    **dict.fromkeys(("wandb", "mlflow", "tensorboard"), (dict, "a table")),
+    **dict.fromkeys(_TABLES, (dict, "a table")),
     "recipes": (list, "a list of names"),
     "image": (str, "a string"),
 }
-_project: Path | None = None  # as `find_project` has found it
-_imported: dict[str, str] = {}  # the digests of modules' files, as this process has imported them
+_project: Path | None = None  # remembered result of `find_project`
+_imported: dict[str, str] = {}  # digests of modules' files when this process imported them
 _importing = threading.RLock()
 # Python counts the depth of its parsers' recursion in one variable for all threads
 _parsing = threading.Lock()
 
 
 def find_project() -> Path | None:
-    """Return the first directory on sys.path with a settings.toml of this package's; None without.
+    """Return the first directory on sys.path with a settings.toml of this package; None if there is
+    none.
 
-    It is remembered, because pyflyte has it on the path only while it imports a workflow.
+    The result is remembered, because pyflyte has the directory on the path only while it imports a
+    workflow.
     """
     global _project
     if _project is None:
@@ -68,9 +69,10 @@ def find_project() -> Path | None:
 
 @functools.cache
 def describe_commit(directory: str = "") -> str:
-    """Return the commit of the git repository of a directory, by default the project's or the
-    working directory, with "-dirty" after it where tracked files have changed; "" without git or a
-    repository.
+    """Return the commit of the git repository of a directory; "" without git or a repository. It
+    ends with "-dirty" if tracked files have changed.
+
+    The default is the project's directory, or the working directory if there is no project.
     """
     if not directory and COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
@@ -90,11 +92,11 @@ def describe_commit(directory: str = "") -> str:
 
 
 def _is_project(directory: Path) -> bool:
-    """Tell a settings.toml of ours, which names recipes, from that of another program."""
+    """Return whether the settings.toml in a directory belongs to this package: it names recipes."""
     try:
         return "recipes" in read_settings(directory / SETTINGS_FILE)
     except ConfigError:
-        return True  # whose it is shows when somebody reads it
+        return True  # the error is raised again where the settings are read
 
 
 def extend_path() -> None:
@@ -111,13 +113,17 @@ def read_settings(file: Path | None = None) -> dict[str, Any]:
     """Return the tables of a TOML file, by default the project's; none where there is no such file.
 
     Raises:
-        ConfigError: it is not TOML, or a table of a project is none.
+        ConfigError: the file is not TOML, or a field of a project's settings has another type.
     """
     if file is None:
         project = find_project()
-        return read_settings(project / SETTINGS_FILE) if project else {}
+        if project is None:
+            return {}
+        file = project / SETTINGS_FILE
+    found: dict[str, Any] = {}
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if file.is_file():
+            found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name}: expected TOML, got {error}") from error
     if "recipes" in found:
@@ -144,9 +150,9 @@ def importing_edits(packages: Collection[str]) -> Iterator[None]:
     """Let the block import edited code of `packages` again.
 
     The ranks are new processes, and import the files as they are now. All modules of the packages
-    are imported again, so that none keeps a class of another's former code. They stay the same
-    objects, as with `importlib.reload`, so that a notebook's own names for them have the new code.
-    If the block raises, they are as before.
+    are imported again, so that no module keeps a class from another module's former code. The
+    modules stay the same objects, as with `importlib.reload`. So a notebook's own names for them
+    have the new code. If the block raises, the modules are as before.
 
     Raises:
         ConfigError: the library was edited.
@@ -155,16 +161,19 @@ def importing_edits(packages: Collection[str]) -> Iterator[None]:
     with _importing:
         digests = _digest_loaded(packages)
         edited = {name for name, digest in digests.items() if _is_edited(name, digest)}
-        if library := sorted(name for name in edited if name.partition(".")[0] == "flyte_ddp"):
+        library = sorted(name for name in edited if name.partition(".")[0] == "flyte_ddp")
+        if library:
             raise ConfigError(
                 f"recipe: expected {library[0]} as this process has imported it, got a file that "
                 "was edited since: restart the process"
             )
         others = packages - {"flyte_ddp"}
         outdated = [name for name in sys.modules if name.partition(".")[0] in others]
-        known = {name: _imported.pop(name, "") for name in outdated} if edited else {}
+        known = {}
+        if edited:
+            known = {name: _imported.pop(name, "") for name in outdated}
         importlib.invalidate_caches()
-        # which an edit may outdate
+        # No bytecode is written: an edit may outdate it.
         writes, sys.dont_write_bytecode = not sys.dont_write_bytecode, True
         try:
             with _importing_in_place(known) as restored:
@@ -184,7 +193,8 @@ def _importing_in_place(names: Collection[str]) -> Iterator[set[str]]:
     """Let the block import modules again, into the same objects.
 
     Yields:
-        The modules that could not be imported again, and are as before; complete after the block.
+        The names of the modules that could not be imported again, and are as before. The set is
+        complete after the block.
     """
     old = {name: sys.modules.pop(name) for name in names}
     values = {name: dict(vars(module)) for name, module in old.items()}
@@ -199,14 +209,14 @@ def _importing_in_place(names: Collection[str]) -> Iterator[set[str]]:
     files = {name: str(getattr(module, "__file__", None)) for name, module in old.items()}
     sources = [name for name, file in files.items() if file.endswith(".py")]
     for name in sources:
-        # It may seem new: it knows its source by seconds and size.
+        # The bytecode may seem up to date: it identifies its source by seconds and size alone.
         with contextlib.suppress(OSError):
             os.unlink(importlib.util.cache_from_source(files[name]))
     finder = _SameObjects({name: old[name] for name in sources})
     sys.meta_path.insert(0, finder)
     try:
         yield restored
-        # What the block has not imported may be imported later, by a method.
+        # A method may later import a module that the block has not imported.
         for name in sources:
             try:
                 importlib.import_module(name)
@@ -223,7 +233,9 @@ def _importing_in_place(names: Collection[str]) -> Iterator[set[str]]:
 
 
 class _SameObjects(importlib.abc.MetaPathFinder):
-    """Finds modules that are imported again, and has them executed in the objects that they had."""
+    """Finds modules that are imported again, and lets the loader execute them in their former
+    objects.
+    """
 
     def __init__(self, modules: Mapping[str, types.ModuleType]) -> None:
         self.modules = modules
@@ -232,8 +244,10 @@ class _SameObjects(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         module = self.modules.get(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if module else None
-        if module is None or spec is None or spec.origin is None:
+        if module is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None:
             return None
         spec.loader = _InPlaceLoader(name, spec.origin, module)
         return spec
@@ -250,7 +264,7 @@ class _InPlaceLoader(importlib.machinery.SourceFileLoader):
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        self.get_code(module.__name__)  # so that nothing is lost to a syntax error
+        self.get_code(module.__name__)  # raises for a syntax error before any name is deleted
         for name, value in list(vars(module).items()):
             is_own = name.startswith("__") and name.endswith("__") and name != "__all__"
             is_submodule = isinstance(value, types.ModuleType) and value.__name__.endswith(
@@ -264,49 +278,56 @@ class _InPlaceLoader(importlib.machinery.SourceFileLoader):
 def _is_edited(name: str, digest: str) -> bool:
     if name in _imported or name.partition(".")[0] == "flyte_ddp":
         return _imported.get(name, digest) != digest
-    # nobody knows what was imported
+    # No digest was taken at the import of this module, so its file's time decides.
     return not digest or os.path.getmtime(str(sys.modules[name].__file__)) > STARTED
 
 
 def _digest_loaded(packages: Collection[str]) -> dict[str, str]:
-    """Return a digest of the file of each module of `packages` that is loaded; "" for one that is
-    no longer there.
+    """Return a digest of the file of each loaded module of `packages`; "" for a file that no longer
+    exists.
     """
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in packages:
-            continue  # one that is loaded lazily would be imported by a look at it
+            continue  # reading an attribute of a lazily loaded module would import it
         file = Path(getattr(module, "__file__", None) or "")
         if file.suffix == ".py":
-            found[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+            found[name] = ""
+            if file.is_file():
+                found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
 
 
 def packages_beside(module: str) -> tuple[str, ...]:
-    """Return the top-level packages and modules whose code a function defined in `module` may need.
+    """Return the top-level packages and modules that a function defined in `module` may need.
 
-    These are its own one, and those already imported that lie in the same directory, unless that is
-    a directory of installed packages. A notebook counts as a module of the working directory.
+    These are its own package, and the imported packages in the same directory, unless this is a
+    directory of installed packages. A notebook counts as a module of the working directory.
     """
     own = sys.modules.get(module.partition(".")[0])
-    root = find_root(own) or (Path.cwd() if module in main_module.NAMES else None)
+    root = find_root(own)
+    if root is None and module in main_module.NAMES:
+        root = Path.cwd()
     if root is None:
         return ()
     beside = {module.partition(".")[0]}
     if root not in _installed():
         loaded = [name for name in sys.modules if "." not in name]
         beside |= {name for name in loaded if find_root(sys.modules.get(name)) == root}
-    return tuple(sorted(beside.difference(main_module.NAMES)))  # its functions travel by value
+    # The functions of the main module travel by value.
+    return tuple(sorted(beside.difference(main_module.NAMES)))
 
 
 def find_packages(carried: Any) -> set[str]:
-    """Return the packages whose files a class or function that travels by value may need."""
-    module = getattr(carried, "func", carried).__module__  # of a partial that of its function
+    """Return the packages that a class or function that travels by value may need."""
+    module = getattr(carried, "func", carried).__module__  # the function of a partial is its `func`
     return {*packages_beside(module or "__main__"), *recipe_packages()} - {"flyte_ddp"}
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a top-level package or module is Python's, installed, or the library."""
+    """Return whether a top-level package or module belongs to Python or this library, or is
+    installed.
+    """
     root = find_root(sys.modules.get(package))
     if root is None or package in {"flyte_ddp", *main_module.NAMES}:
         return True
@@ -322,10 +343,13 @@ def _installed() -> frozenset[Path]:
 
 
 def find_root(module: Any) -> Path | None:
-    """Return the directory in which a top-level package or module lies."""
-    if file := getattr(module, "__file__", None):
+    """Return the directory that contains a top-level package or module."""
+    file = getattr(module, "__file__", None)
+    if file:
         path = Path(file).resolve()
-        return path.parents[1] if path.stem == "__init__" else path.parent
+        if path.stem == "__init__":
+            path = path.parent
+        return path.parent
     for path in getattr(module, "__path__", []):  # a package without an __init__
         return Path(path).resolve().parent
     return None
@@ -352,11 +376,11 @@ def source_files(packages: Iterable[str]) -> dict[str, Path]:
 
 
 def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
-    """Return those of `source_files(packages)` that decide what `module` does, sorted by name.
+    """Return the part of `source_files(packages)` that decides what `module` does, sorted by name.
 
-    These are its own file, those that it imports anywhere in it, directly or not, and every file
-    that is no Python: it may read one. A module that is imported by a name computed at run time is
-    not found.
+    It consists of the module's own file, the files that it imports directly or indirectly, and all
+    files that are not Python, because the module may read them. An import by a name computed at run
+    time is not found.
     """
     files = source_files(packages)
     reached: set[str] = set()
@@ -366,7 +390,9 @@ def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
         path = name.replace(".", "/")
         for file in {f"{path}.py", f"{path}/__init__.py"} & files.keys() - reached:
             reached.add(file)
-            package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+            package = name
+            if not file.endswith("__init__.py"):
+                package = name.rpartition(".")[0]
             waiting += _imported_names(files[file], package)
         if "." in name:
             waiting.append(name.rpartition(".")[0])
@@ -374,18 +400,17 @@ def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
 
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
-    """Yield the dotted names of all that a file of `package` imports; some may be names in a
-    module.
-    """
+    """Yield the dotted names that a file of `package` imports. Some may be names in a module."""
     with _parsing:
         tree = ast.parse(file.read_bytes())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
+            above = []
+            if node.level:
+                parts = package.split(".")
+                above = parts[: len(parts) - node.level + 1]
             origin = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{origin}.{alias.name}" for alias in node.names)
 
@@ -418,8 +443,8 @@ def files_below(directory: Path) -> dict[str, Path]:
 
 
 def compute_digest_of_files(files: Mapping[str, Path]) -> str:
-    """Return a SHA-256 of files and their names. What is too large to be code alone counts by its
-    Python files.
+    """Return a SHA-256 of files and their names. If the files are too large to be code alone, only
+    the Python files count.
     """
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         files = {name: file for name, file in files.items() if file.suffix == ".py"}

@@ -32,13 +32,14 @@ class Batch:
 
     size: int
     num_parts: int = 1  # micro-batches that every rank divides its share into
-    may_split: bool = False  # into twice as many parts, if a GPU runs out of memory
+    # the number of parts may double if a GPU runs out of memory
+    may_split: bool = False
 
     def size_per_rank(self, world_size: int) -> int:
         """Return the samples of one rank in one forward pass, at `world_size` ranks.
 
         Raises:
-            ConfigError: they do not divide evenly over ranks and micro-batches.
+            ConfigError: the samples do not divide evenly over ranks and micro-batches.
         """
         parts = world_size * self.num_parts
         if self.size % parts:
@@ -73,7 +74,8 @@ def find_mode(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a program needs of its launcher. A recipe's config says it; a function has the defaults.
+    """What a program needs from its launcher. A recipe's config sets these fields. A function has
+    the defaults.
 
     Example:
         >>> TrainingConfig(global_batch_size=64, compile=True).needs.compiler
@@ -84,18 +86,18 @@ class Needs:
     stall_timeout: float = 1800.0
     # seconds without the checkpoints' store until the attempt ends recoverably
     store_timeout: float = 600.0
-    variables: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # of every rank's environment
-    batch: Batch | None = None  # that the ranks share; None where only the program knows it
+    # environment variables of every rank
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # global batch that the ranks share; None where only the program knows it
+    batch: Batch | None = None
     compiler: bool = False  # a C++ compiler, to compile the model
     gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
 
 
 @dataclass(frozen=True)
 class Monitor(Checked):
-    """The figure of an epoch that decides which model is the best, of a run, a study and a
-    promotion.
+    """The figure of an epoch that decides which model is the best. Runs, studies and promotions use
+    it.
     """
 
     metric: str = field(
@@ -114,13 +116,15 @@ class Monitor(Checked):
             object.__setattr__(self, "mode", find_mode(self.metric))
 
     def score(self, values: Mapping[str, float]) -> float:
-        """Return the figure so that less is better; infinite where it is not finite, or not among
-        `values`.
+        """Return the figure, negated where a higher figure is better. So a lower score is always
+        better. The score is infinite where the figure is missing or not finite.
         """
         value = values.get(self.metric, math.nan)
         if not math.isfinite(value):
             return math.inf
-        return value if self.mode == "min" else -value
+        if self.mode == "max":
+            return -value
+        return value
 
 
 @dataclass(frozen=True)
@@ -343,15 +347,17 @@ class TrainingConfig(Checked):
             gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
         elif self.sync_batch_norm:
             gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
-        variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if self.deterministic else {}
+        variables = {}
+        if self.deterministic:
+            variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         return Needs(
             self.stall_timeout, self.store_timeout, variables, self.batch, self.compile, gpus
         )
 
 
 def resolve(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> TrainingConfig:
-    """Return the config of a run: the user's `overrides` over the recipe's `defaults` over the
-    class's own.
+    """Return the config of a run. The user's `overrides` win over the recipe's `defaults`, and
+    these win over the defaults of the class.
 
     Raises:
         ConfigError: an unknown field, or a value of the wrong type or range.

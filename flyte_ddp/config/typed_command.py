@@ -8,20 +8,22 @@ import shutil
 import sys
 
 PROGRAM = "flyte-ddp"
-POD = "FLYTE_INTERNAL_EXECUTION_ID"  # variable of a task's pod, which Flyte starts again itself
+# environment variable of a task's pod; Flyte itself starts the task again
+POD = "FLYTE_INTERNAL_EXECUTION_ID"
 # A variable in the environment of ranks: the result of `own_command` in their driver.
 COMMAND_VARIABLE = "FLYTE_DDP_COMMAND"
 
 
 def typed_command() -> list[str]:
-    """Return the words that this process was started by: they start it again in its directory."""
+    """Return the command line of this process. It starts the process again in its directory."""
     program = sys.argv[0]
-    # such as `python script.py`, `python -m flyte_ddp`
+    # true for `python script.py` and `python -m flyte_ddp`
     is_argument = program in sys.orig_argv and not os.access(program, os.X_OK)
     if is_argument or program.endswith(".py"):
         return sys.orig_argv
     # The shell has given the whole path of a program that it found itself.
-    if shutil.which(name := os.path.basename(program)) == program:
+    name = os.path.basename(program)
+    if shutil.which(name) == program:
         program = name
     return [program, *sys.argv[1:]]
 
@@ -30,10 +32,11 @@ def own_command() -> str:
     """Return how a person starts a command of this package where this process was started, such as
     `.venv/bin/flyte-ddp`.
 
-    A rank returns what its driver does. In a pod it is the bare name, because the person is
+    A rank returns the same as its driver. In a pod this is the bare name, because the person is
     somewhere else.
     """
-    if command := os.environ.get(COMMAND_VARIABLE):
+    command = os.environ.get(COMMAND_VARIABLE)
+    if command:
         return command
     program = typed_command()[0]
     if POD in os.environ or program == PROGRAM:

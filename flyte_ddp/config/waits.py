@@ -1,11 +1,11 @@
-"""The waits that many rooms share, in seconds. Others stand beside what they are for."""
+"""Timeouts and intervals that several packages share, in seconds. Others are beside their use."""
 
-# between two looks at what sends no message: a stop, a log, a process; nobody notices so little
+# between two looks at a stop request, a log or a process, which send no message; nobody notices it
 POLL_INTERVAL = 0.1
-# between two heartbeats, and between two tries or looks that ask another machine: enough of them
-# are lost before anything counts as lost, and one costs next to nothing
+# between two heartbeats, and between two requests to another machine; several must be lost before
+# anything counts as lost, and one costs next to nothing
 BEAT_INTERVAL = 1.0
-# for what is there to answer, also on a busy machine, before it counts as absent
+# until a process or machine that does not answer counts as absent; enough for a busy machine
 ANSWER_TIMEOUT = 5.0
-# between two lines about what goes on, for people who read a log
+# between two progress lines, for people who read a log
 LINE_INTERVAL = 10.0
