@@ -1,4 +1,4 @@
-"""Which of several failures explains the others, and how long it is waited for. Pure functions."""
+"""Choose the failure that explains the others, and the time to wait for it. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, NodeLost, RankFailure
 
-LIBRARIES = re.compile("gloo|NCCL")  # whose errors say that a peer is gone
+LIBRARIES = re.compile("gloo|NCCL")  # libraries that report a lost peer in their errors
 # no failure of another rank ends a rank in these ways
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)
-# seconds in which the cause of a failure that looks like another node's consequence may be
-# reported; and for a rank that has raised to call exit handlers and to write what its files hold
+# Seconds to wait for the cause of a failure that looks like the consequence of another node's. Also
+# the time in which a rank that has raised may call its exit handlers and write its files.
 ECHO_GRACE = 3.0
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
 
@@ -35,13 +35,16 @@ def cause_grace(
     if any(each.is_user_error for each in failures):
         return 0.0
     is_echo = num_nodes > 1 and all(_rank(each) > 1 for each in failures)
-    return ECHO_GRACE if is_echo or is_ending else CAUSE_GRACE
+    if is_echo or is_ending:
+        return ECHO_GRACE
+    return CAUSE_GRACE
 
 
 def find_cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that explains the others, of those alike the first.
+    """Return the failure that explains the others; the first if several explain them equally well.
 
-    A program may raise an exception of its own because a node was lost, which is noticed later.
+    A program may raise an exception of its own because a node was lost. The loss may be noticed
+    after the exception.
     """
     return min(failures, key=_rank)
 
@@ -52,4 +55,6 @@ def _rank(failure: Failure) -> int:
         return 0
     if failure.is_consequence:
         return 3
-    return 2 if failure.kind is FailureKind.STALL else 1
+    if failure.kind is FailureKind.STALL:
+        return 2
+    return 1

@@ -18,13 +18,14 @@ def describe_loss(ended: Ended, before: Before, how: str, has_store: bool) -> st
     """Return the line about a gang that was lost.
 
     Args:
-        how: the gang restarts, such as "from the beginning".
+        how: the point from which the gang restarts, such as "from the beginning".
         has_store: the run keeps checkpoints.
     """
     failure = ended.failure
     assert failure is not None  # only a gang that moves has none
-    # a script may report no step
-    at = f" {ended.position}" if ended.step or has_store else ""
+    at = ""
+    if ended.step or has_store:  # a script may report no step
+        at = f" {ended.position}"
     is_known = before.previous is not None and before.previous.cause == failure.cause != ""
     what = str(failure)
     if is_known or failure.kind is FailureKind.STALL:  # the log has all stacks of a stall
@@ -53,7 +54,7 @@ def make_error(
 
     Args:
         kind: what `policy.decide` has returned.
-        num_restarts, max_restarts: those that were counted, and those that are allowed.
+        num_restarts, max_restarts: the number of counted restarts, and of allowed restarts.
         larger_memory: see `Place`.
     """
     failure = ended.failure

@@ -1,4 +1,4 @@
-"""The failures of an attempt: each as it is noticed, and in the end the one that explains them."""
+"""Collect the failures of an attempt, and choose the failure that explains them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Failures:
 
     nodes: Sequence[Node]
     noted: list[Failure] = field(default_factory=list)  # in the order in which they were noticed
-    # the failures of ranks that had been asked to end, which a signal may have ended
+    # Failures of ranks that had been asked to end. A signal may have ended these ranks.
     late: list[Failure] = field(default_factory=list)
     first_at: float = float("inf")  # monotonic
-    # where ranks lost a peer in a collective, by their numbers
+    # place in the code where each rank lost a peer in a collective, by the rank's number
     _lost_peers: dict[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -37,14 +37,16 @@ class Failures:
         self.first_at = min(self.first_at, time.monotonic())
 
     def add_of(self, node: Node, failure: Failure, is_stopping: bool) -> None:
-        """Note how the ranks of a node have failed.
+        """Note the failure of a node or of one of its ranks.
 
         Args:
             is_stopping: the ranks had been asked to end.
         """
         if isinstance(failure, NodeLost):
             failure.args = (f"{node} was lost: {failure}",)
-            failure.worker = "" if node.is_silent else node.worker
+            failure.worker = node.worker
+            if node.is_silent:
+                failure.worker = ""
             self.add(failure)
             return
         if failure.is_consequence and LIBRARIES.search(failure.cause):

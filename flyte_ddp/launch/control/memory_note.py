@@ -20,7 +20,7 @@ def read_note(url: str) -> int | None:
     was no such attempt.
 
     Args:
-        url: of the checkpoints; "" for a run that keeps none.
+        url: place of the checkpoints; "" for a run without checkpoints.
     """
     if not url:
         return None
@@ -30,8 +30,8 @@ def read_note(url: str) -> int | None:
 
 
 def write_note(url: str, step: int | None) -> None:
-    """Note the step for the next attempt of the run. None deletes the note: another run differs
-    somehow.
+    """Note the step for the next attempt of the run. None deletes the note, because the user
+    changes something before the next run.
     """
     if not url:
         return

@@ -15,18 +15,20 @@ from flyte_ddp.launch.protocol.programs import Job
 class Node:
     """A machine that takes part in an attempt."""
 
-    index: int = 0  # in the order of the ranks
-    label: str = ""  # for people; "" for this machine, which nobody needs to be told
+    index: int = 0  # position in the order of the ranks
+    label: str = ""  # name for people; "" for this machine
     worker: str = ""  # name of its Dask worker
-    beat: Beat = field(default_factory=Beat)  # the last
-    departure: Departure | None = None  # if it has announced that it goes away
-    end: End | None = None  # of its ranks; None before it
-    is_silent: bool = False  # it was lost without a report of its end
+    beat: Beat = field(default_factory=Beat)  # the latest heartbeat
+    departure: Departure | None = None  # its announcement that it goes away
+    end: End | None = None  # the end of its ranks; None while they may run
+    is_silent: bool = False  # lost without a report of its end
 
     @property
     def outcome(self) -> Outcome | None:
         """How its ranks have ended; None before their end."""
-        return self.end.outcome if self.end else None
+        if self.end is None:
+            return None
+        return self.end.outcome
 
     def __str__(self) -> str:
         return self.label or "this machine"
@@ -45,35 +47,35 @@ class Nodes:
 
     @property
     def can_do_without_leaving(self) -> bool:
-        """The next attempt can start now without the nodes that leave: there are enough others."""
+        """Whether the next attempt can start now without the nodes that leave."""
         return False
 
     def replace_leaving(self) -> None:
-        """Look for nodes in place of those that leave."""
+        """Look for nodes that replace the leaving ones."""
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""
 
     def send(self, command: Any) -> None:
-        """Send all nodes a command of messages.py. Those that were not started have ended."""
+        """Send all nodes a command of messages.py. Nodes that were not started count as ended."""
 
     def messages(self) -> Iterable[tuple[Node, Any]]:
-        """Return the messages that have arrived, with their nodes, waiting a moment for them if
-        there are none. A node that is gone has a `Failed` and an `End` too.
+        """Return the messages that have arrived, with their nodes. Wait a moment if there are none.
+        For a node that is gone, return a `Failed` and an `End`.
         """
         raise NotImplementedError
 
     def take_results(self, node: Node, names: Sequence[str]) -> list[bytes | None]:
-        """See `take_files`: these are files that ranks of the node have submitted. Any thread may
-        call this. It may raise anything where the node cannot be reached.
+        """Take away files that ranks of the node have submitted; see `take_files`. Any thread may
+        call this. An error of any kind is possible if the node cannot be reached.
         """
         raise NotImplementedError
 
     def explain(self, failure: Exception) -> Exception:
-        """Return the failure with what else is known of its cause. Called once, when all nodes have
+        """Return the failure with further details of its cause. Called once, when all nodes have
         ended.
         """
         return failure
 
     def close(self) -> None:
-        """Release what the attempt has used. Called when its nodes have ended, or do not answer."""
+        """Release the resources of the attempt. Its nodes have ended, or do not answer."""

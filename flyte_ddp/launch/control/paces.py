@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from flyte_ddp import events
 from flyte_ddp.launch.protocol.messages import PHASES, Pace
 
-# for which a rank is slow, or no longer slow, until it is named: that is within a minute
+# seconds until a rank that became slow, or fast again, is reported: less than a minute
 SLOW_SECONDS = 50.0
-NUM_WINDOWS = 5  # in these seconds; a rank is slow if it is in each of them
-MIN_STEPS = 2  # of every rank in a window; it lasts longer where steps are long
-SLOW_FACTOR = 1.3  # times the median of the other ranks, in all phases or in one
-MIN_EXCESS = 0.1  # of the time from step to step, by which it must be longer
+NUM_WINDOWS = 5  # windows in SLOW_SECONDS; a rank must be slow in each of them
+MIN_STEPS = 2  # steps of every rank in a window; a window with longer steps lasts longer
+SLOW_FACTOR = 1.3  # least ratio of a slow rank's time to the median of the other ranks
+MIN_EXCESS = 0.1  # least difference to the median, as a share of the time from step to step
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +33,20 @@ class PaceWatch:
 
     world_size: int  # number of ranks
     emit: Callable[[events.Event], None]  # called with an event when the slow ranks have changed
-    # that were named, by their rank
+    # the reported slow ranks, by their numbers
     slow: dict[int, events.Straggler] = field(default_factory=dict)
     _latest: dict[int, Pace] = field(default_factory=dict)
-    _begun: dict[int, Pace] = field(default_factory=dict)  # when the window began
+    _begun: dict[int, Pace] = field(default_factory=dict)  # paces at the start of the window
     _begun_at: float = 0.0
-    # the slow ranks of the last ones
+    # slow ranks of each of the last windows
     _windows: list[dict[int, events.Straggler]] = field(default_factory=list)
 
     def note(self, node: str, paces: Sequence[Pace], step: int) -> None:
-        """Take in what a heartbeat of a node says of its ranks; compare when a window is over."""
+        """Note the paces in a heartbeat of a node. Compare the ranks when a window is over."""
         for pace in paces:
             self._latest[pace.rank] = dataclasses.replace(pace, node=node)
         now = time.monotonic()
-        if len(self._latest) < max(2, self.world_size):  # one alone has none to be compared with
+        if len(self._latest) < max(2, self.world_size):  # no comparison without all of the ranks
             return
         if not self._begun:
             self._begun, self._begun_at = dict(self._latest), now
@@ -58,25 +58,27 @@ class PaceWatch:
         }
         if min(steps.values()) < MIN_STEPS:
             return
-        means = {
-            rank: [
-                (now_spent - before) / steps[rank]
-                for now_spent, before in zip(pace.seconds, self._begun[rank].seconds, strict=True)
-            ]
-            for rank, pace in self._latest.items()
-        }
+        means = {}
+        for rank, pace in self._latest.items():
+            pairs = zip(pace.seconds, self._begun[rank].seconds, strict=True)
+            means[rank] = [(spent - before) / steps[rank] for spent, before in pairs]
         interval = (now - self._begun_at) / max(steps.values())
-        self._windows.append(
-            {rank: each for rank in means if (each := self._compare(rank, means, interval))}
-        )
+        window = {}
+        for rank in means:
+            straggler = self._compare(rank, means, interval)
+            if straggler:
+                window[rank] = straggler
+        self._windows.append(window)
         self._begun, self._begun_at = dict(self._latest), now
         self._conclude(step)
 
     def _compare(
         self, rank: int, means: dict[int, list[float]], interval: float
     ) -> events.Straggler | None:
-        """Return how a rank is slower than others on its kind of GPU, if so. Steps begin every
-        `interval` seconds.
+        """Return how a rank is slower than the other ranks on its kind of GPU; None if it is not.
+
+        Args:
+            interval: seconds from the start of one step to the start of the next.
         """
         own, kind = means[rank], _kind_of_gpu(self._latest[rank])
         others = [
@@ -86,14 +88,15 @@ class PaceWatch:
         ]
         if not others:
             return None
-        medians = [statistics.median(each[phase] for each in others) for phase in range(len(own))]
+        medians = [statistics.median(times) for times in zip(*others, strict=True)]
         median = statistics.median(sum(each) for each in others)
         excesses = [mine - theirs for mine, theirs in zip(own, medians, strict=True)]
         phase = max(range(len(own)), key=excesses.__getitem__)
-        if not any(
-            mine >= SLOW_FACTOR * theirs and mine - theirs >= MIN_EXCESS * interval
-            for mine, theirs in ((sum(own), median), (own[phase], medians[phase]))
-        ):
+        is_slow = False
+        for mine, theirs in ((sum(own), median), (own[phase], medians[phase])):
+            if mine >= SLOW_FACTOR * theirs and mine - theirs >= MIN_EXCESS * interval:
+                is_slow = True
+        if not is_slow:
             return None
         pace = self._latest[rank]
         return events.Straggler(
@@ -112,14 +115,11 @@ class PaceWatch:
         found = self._windows = self._windows[-NUM_WINDOWS:]
         if len(found) < NUM_WINDOWS:
             return
-        always = {
-            rank: each for rank, each in found[-1].items() if all(rank in slow for slow in found)
-        }
-        kept = {
-            rank: each for rank, each in self.slow.items() if any(rank in slow for slow in found)
-        }
-        # The phase of a rank that was named changes only if another one is the slow one for as
-        # long.
+        in_any = {rank for window in found for rank in window}
+        in_all = in_any.intersection(*found)
+        always = {rank: each for rank, each in found[-1].items() if rank in in_all}
+        kept = {rank: each for rank, each in self.slow.items() if rank in in_any}
+        # The phase of a reported rank changes only if another phase is slow in all windows.
         for rank, each in always.items():
             is_other = rank in kept and all(slow[rank].phase == each.phase for slow in found)
             if rank not in kept or (is_other and kept[rank].phase != each.phase):

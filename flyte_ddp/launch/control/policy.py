@@ -42,19 +42,21 @@ class Next(enum.Enum):
 class Ended:
     """The end of an attempt that did not finish the run."""
 
-    # The one that explains all others; None for a gang that saved its state to start again larger,
+    # Failure that explains all others; None for a gang that saved its state to start again larger,
     # or without the nodes that leave.
     failure: RankFailure | NodeLost | None
-    step: int  # that it had reached; 0 if that is not known
-    # of the newest state, in the store or in memory, when it started; -1 if that is not known
+    step: int  # latest step of the attempt; 0 if unknown
+    # step of the newest state, in the store or in memory, at the start; -1 if unknown
     resumed_step: int
-    kept_step: int = -1  # of the newest state when it had ended; -1 if that is not known
-    is_announced: bool = False  # a node of it had announced that it goes away
+    kept_step: int = -1  # step of the newest state at the end; -1 if unknown
+    is_announced: bool = False  # a node had announced that it goes away
 
     @property
     def cause(self) -> str:
-        """That of its failure."""
-        return self.failure.cause if self.failure else ""
+        """What made the attempt fail, in a word or two. Empty if it succeeded."""
+        if self.failure is None:
+            return ""
+        return self.failure.cause
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -69,7 +71,9 @@ class Ended:
     @property
     def position(self) -> str:
         """The part of a message that says at which step it ended."""
-        return f"at step {self.step}" if self.step else "before its first step"
+        if self.step:
+            return f"at step {self.step}"
+        return "before its first step"
 
     @property
     def has_saved(self) -> bool:
@@ -77,10 +81,10 @@ class Ended:
         return self.kept_step > self.resumed_step >= 0
 
     def got_further_than(self, previous: Ended) -> bool:
-        """Return whether it started from a newer state than the one before it, and died at another
-        step.
+        """Return whether this attempt started from a newer state than the previous one, and died at
+        a later step.
         """
-        died_at_same_step = 0 < previous.step >= self.step  # a function may report none
+        died_at_same_step = 0 < previous.step >= self.step  # a function may report no step
         return self.resumed_step > previous.resumed_step and not died_at_same_step
 
 
@@ -89,8 +93,8 @@ class Before:
     """The run up to the attempt that has just ended."""
 
     previous: Ended | None = None  # the end of the attempt before it, in the same process
-    num_restarts: int = 0  # that were counted since the last attempt that has left a newer state
-    # where the last attempt, of any process, that ran out of memory had started
+    num_restarts: int = 0  # counted restarts since the last attempt that left a newer state
+    # step from which the last attempt that ran out of memory had started, in any process
     oom_step: int | None = None
 
 
@@ -117,7 +121,9 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]
             and previous.is_store_outage
             and not ended.got_further_than(previous)
         )
-        return StorageUnavailable if stays_away else Next.WAIT
+        if stays_away:
+            return StorageUnavailable
+        return Next.WAIT
     if is_bug(ended, previous, rules.repeats_bugs):
         return Next.RAISE
     if previous is not None and _repeats_crash(ended, previous):
@@ -125,18 +131,20 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]
     is_again = before.oom_step is not None and ended.resumed_step <= before.oom_step
     if ended.is_out_of_memory and is_again:  # nothing was saved since then
         return OutOfMemory
-    if ended.is_announced:  # what fails while a node leaves fails because of that
+    if ended.is_announced:  # a failure while a node leaves is due to the departure
         return Next.MOVE
     if before.num_restarts < rules.max_restarts:
         return Next.RESTART
-    # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing,
-    # and is retried.
-    return GangLost if failure.is_consequence or failure.kind is FailureKind.LOST else Next.RAISE
+    # An error that a rank caused itself is raised as it is. The consequence of a lost peer becomes
+    # GangLost, which may be retried.
+    if failure.is_consequence or failure.kind is FailureKind.LOST:
+        return GangLost
+    return Next.RAISE
 
 
 def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:
-    """Return whether the program or its input is to blame, so that another attempt would end
-    likewise.
+    """Return whether the program or its input is to blame. Another attempt would then fail in the
+    same way.
     """
     failure = ended.failure
     if not isinstance(failure, RankFailure) or failure.kind is not FailureKind.EXCEPTION:
@@ -155,10 +163,12 @@ def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> 
 
 def _repeats_crash(ended: Ended, previous: Ended) -> bool:
     """Return whether a rank has crashed twice in the same line of the user's, without progress."""
-    places = {
-        isinstance(each.failure, RankFailure) and each.failure.details.get("place")
-        for each in (previous, ended)
-    }
+    places = set()
+    for each in (previous, ended):
+        place = None
+        if isinstance(each.failure, RankFailure):
+            place = each.failure.details.get("place")
+        places.add(place)
     is_same = previous.cause == ended.cause and len(places) == 1 and any(places)
     has_progress = ended.got_further_than(previous) or ended.step > previous.step
     return is_same and ended.cause in CRASHES and not has_progress

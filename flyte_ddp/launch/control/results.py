@@ -25,10 +25,9 @@ logger = logging.getLogger(__name__)
 class Results:
     """Takes files away from the nodes of a run, in a thread, and passes them on in their order.
 
-    A rank waits while too many of its own are still on its node, so neither the nodes' disks nor
-    the memory of this process fill up where the destination is slow. What the destination refuses
-    does not end a training: the first refusal is logged, no other file is passed on, and `check`
-    raises it.
+    A rank waits while too many of its files are still on its node. So a slow destination fills
+    neither the nodes' disks nor the memory of this process. An error of the destination does not
+    end a training. The first error is logged, no further file is passed on, and `check` raises it.
 
     Args:
         destination: directory or URL for the files, or a function that gets path and contents of
@@ -65,7 +64,7 @@ class Results:
             )
 
     def check(self) -> None:
-        """Raise why not all files were passed on, if so."""
+        """Raise the error that kept files from being passed on, if there was one."""
         if self._failure:
             raise self._failure
 
@@ -76,7 +75,7 @@ class Results:
             while not self._queue.empty():
                 waiting.append(self._queue.get())
             is_over = waiting[-1] is None
-            # those of a node together, because each call of one takes a while
+            # Files of one node are taken together, because each call to a node takes a while.
             groups: dict[tuple[Nodes, Node], list[Submitted]] = {}
             for nodes, node, submitted in filter(None, waiting):
                 groups.setdefault((nodes, node), []).append(submitted)
@@ -89,7 +88,7 @@ class Results:
             try:
                 contents = nodes.take_results(node, [each.file for each in files])
             except Exception:
-                if node.outcome is not None:  # it may be gone
+                if node.outcome is not None:  # the node has ended, and may be gone
                     logger.warning("results: %d files are lost with %s", len(files), node)
                     return
                 time.sleep(BEAT_INTERVAL)

@@ -13,7 +13,7 @@ from flyte_ddp.launch.control.stalls import Suspicion, head_line, judge, suspect
 from flyte_ddp.launch.protocol.messages import Inspect, Inspected, InspectedRank
 from flyte_ddp.launch.protocol.programs import Program
 
-# seconds for the answers about ranks that stand still: what an agent takes at most, and the network
+# seconds to wait for answers about stalled ranks: the most that an agent takes, and the network
 INSPECT_TIMEOUT = ANSWER_TIMEOUT + 3.0
 
 
@@ -23,20 +23,20 @@ class StallWatch:
 
     nodes: Nodes
     relay: Callable[[str], None]  # called with each line of the stacks
-    _suspicion: Suspicion | None = None  # the latest one: each is looked into once
+    _suspicion: Suspicion | None = None  # the latest suspicion; each is looked into once
     _question: Inspect = field(default_factory=Inspect)
     _asked_at: float = 0.0  # monotonic; 0 when there is no open question
-    _answers: dict[int, list[InspectedRank]] = field(default_factory=dict)  # by node
+    _answers: dict[int, list[InspectedRank]] = field(default_factory=dict)  # answers by node
 
     def look(self, program: Program) -> RankFailure | None:
-        """Ask the agents about ranks that may stand still. Return their failure once it is certain;
-        None so far.
+        """Ask the agents about ranks that may stand still. Return the failure once it is certain,
+        and None until then.
         """
         if not self._asked_at:
             self._ask(program)
         if not self._asked_at or not self._has_answers():
             return None
-        assert self._suspicion is not None  # which was asked about
+        assert self._suspicion is not None  # the question was about it
         self._asked_at = 0.0
         ranks = [rank for index in sorted(self._answers) for rank in self._answers[index]]
         failure = judge(self._suspicion, ranks, program.needs.stall_timeout)

@@ -14,25 +14,27 @@ class StoredSteps:
 
     Args:
         has_store: the run keeps checkpoints.
-        is_kept: they outlive the run.
+        is_kept: the checkpoints outlive the run.
     """
 
     has_store: bool
     is_kept: bool
     steps: set[int] | None = None  # None before the first event about them
-    resumed: int = -1  # of the state from which the latest attempt started; -1 if not known
-    _has_loaded: bool = False  # the latest attempt has told so itself
+    resumed: int = -1  # step from which the latest attempt started; -1 if unknown
+    _has_loaded: bool = False  # the latest attempt has reported `resumed` itself
 
     @property
     def newest(self) -> int:
         """The step of the newest checkpoint in the store; 0 for none, -1 if that is not known."""
         if self.steps is None:
-            return -1 if self.has_store else 0
+            if self.has_store:
+                return -1
+            return 0
         return max(self.steps, default=0)
 
     def begin_attempt(self) -> None:
-        """Note that an attempt begins, which resumes the newest checkpoint unless it tells
-        otherwise.
+        """Note that an attempt begins. It resumes the newest checkpoint unless it reports another
+        one.
         """
         self.resumed, self._has_loaded = self.newest, False
 
@@ -46,7 +48,7 @@ class StoredSteps:
         match event:
             case events.CheckpointLoaded(step) if not self._has_loaded:
                 self.resumed, self._has_loaded = step, True
-                # newer checkpoints are damaged
+                # Newer checkpoints are damaged.
                 self.steps = {each for each in steps if each <= step}
                 if step and not is_in_memory:
                     self.steps.add(step)

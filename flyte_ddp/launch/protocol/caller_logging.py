@@ -16,34 +16,33 @@ from flyte_ddp.config.frames import LIBRARIES
 class CallerLogging:
     """The levels and the format of a process's logging."""
 
-    level: int  # of the root logger
-    levels: dict[str, int]  # of the loggers that have their own
+    level: int  # level of the root logger
+    levels: dict[str, int]  # each logger with a level of its own
     formatter: logging.Formatter | None  # None for the message alone
 
     @classmethod
     def read(cls) -> CallerLogging:
-        """Return that of this process. Dask's levels are for the lines of Dask itself."""
-        loggers = logging.root.manager.loggerDict
-        levels = {
-            name: each.level
-            for name, each in loggers.items()
-            if isinstance(each, logging.Logger)
-            and each.level != logging.NOTSET
-            and name.partition(".")[0] != "distributed"
-        }
+        """Return the logging of this process, without the levels that Dask sets for itself."""
+        levels = {}
+        for name, each in logging.root.manager.loggerDict.items():
+            if not isinstance(each, logging.Logger) or each.level == logging.NOTSET:
+                continue
+            if name.partition(".")[0] != "distributed":
+                levels[name] = each.level
         formatters = [
             each.formatter
             for each in logging.root.handlers
             if type(each) is logging.StreamHandler and type(each.formatter) is logging.Formatter
         ]
-        return cls(logging.root.level, levels, formatters[0] if formatters else None)
+        formatter = next(iter(formatters), None)
+        return cls(logging.root.level, levels, formatter)
 
     def apply(self) -> None:
-        """Print on standard error what loggers without a handler log: what the caller would, and
-        INFO of the user's own code.
+        """Print log records on standard error: those that the caller would print, and INFO of the
+        user's own code.
 
-        Python's handler of last resort prints it, so that handlers that the program itself adds
-        take its place.
+        Python's handler of last resort prints the records of loggers without a handler. So handlers
+        that the program itself adds take its place.
         """
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(self.formatter)

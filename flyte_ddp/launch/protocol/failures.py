@@ -10,9 +10,10 @@ from typing import Any
 
 from flyte_ddp.errors import FailureKind, ProgramError, RankFailure
 
-MAX_LINES = 30  # of a traceback or a log in an error; with what stands around it, a screen
+# lines of a traceback or a log in an error; the whole error then fits on a screen
+MAX_LINES = 30
 MAX_WIDTH = 300  # characters of such a line
-HEAD_LINES = 4  # of a text that is shortened: where a traceback begins
+HEAD_LINES = 4  # lines kept at the start of a shortened text, where a traceback begins
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+),? in (\S+)')
 _LIBRARIES = (
@@ -31,13 +32,13 @@ def first_line(text: object) -> str:
 
 
 def shorten_traceback(text: str) -> str:
-    """Return the last of a traceback's chained exceptions, and one line for each of those that led
+    """Return the last of a traceback's chained exceptions, and one line for each exception that led
     to it.
     """
     *earlier, last = _CHAINED.split(text.strip())
     lines = last.splitlines()
     users = [number for number, line in enumerate(lines) if find_place([line])]
-    # what leads to the user's code, such as a loader's process, is the same for every error there
+    # Frames before the user's code, such as a loader's process, are the same for every error there.
     if users:
         last = "\n".join([lines[0], *lines[users[0] :]])
     causes = [f"after {part.strip().splitlines()[-1]}" for part in earlier if part.strip()]
@@ -46,10 +47,11 @@ def shorten_traceback(text: str) -> str:
 
 def shorten(text: str, max_lines: int = MAX_LINES) -> str:
     """Return `text` with its first and last lines only, none of them too wide."""
-    lines = [
-        line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]}..."
-        for line in text.strip("\n").splitlines()
-    ]
+    lines = []
+    for line in text.strip("\n").splitlines():
+        if len(line) > MAX_WIDTH:
+            line = f"{line[:MAX_WIDTH]}..."
+        lines.append(line)
     if len(lines) > max_lines:
         head = min(HEAD_LINES, max_lines // 4)
         tail = max_lines - head - 1
@@ -62,13 +64,15 @@ def shorten(text: str, max_lines: int = MAX_LINES) -> str:
 
 
 def program_failure(text: str, rank: int) -> RankFailure:
-    """Return the failure of a rank whose program has a bug that `text` explains in one line."""
+    """Return the failure of a rank by a bug of its program. `text` explains the bug in one line."""
     return RankFailure(text, rank, FailureKind.EXCEPTION, f"{ProgramError.__name__}: {text}")
 
 
 def find_place(lines: Iterable[str]) -> str:
-    """Return the first line of a stack, newest frame first, that is in the user's own code, such as
-    "a.py:3 in f".
+    """Return the newest frame in the user's own code, such as "a.py:3 in f"; "" if there is none.
+
+    Args:
+        lines: a stack, with the newest frame first.
     """
     for line in lines:
         found = _FRAME.match(line)
@@ -79,6 +83,10 @@ def find_place(lines: Iterable[str]) -> str:
 
 def natural_key(name: str) -> tuple[Any, ...]:
     """Return a key that sorts worker-10 after worker-9."""
-    return tuple(
-        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
-    )
+    key: list[tuple[int, str]] = []
+    for part in re.split(r"(\d+)", name):
+        if part.isdigit():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return tuple(key)

@@ -1,8 +1,8 @@
 """Every message between the processes of a run, and the memory that a rank shares with its agent.
 
-A message is an object of one of these classes, pickled; `PartSaved` is in checkpoints/memory.py,
-because agents keep it. Its receiver matches the class, and never reads a text for what it means. A
-new one is a class here, a line in the table, and a `case` where it arrives.
+A message is a pickled object of one of these classes. `PartSaved` is in checkpoints/memory.py,
+because agents keep it. The receiver matches the class, and never parses a text. A new message is a
+class here, a line in the table, and a `case` where it arrives.
 
 | message     | sender        | receiver      | when                                               |
 |-------------|---------------|---------------|----------------------------------------------------|
@@ -44,7 +44,7 @@ from flyte_ddp.launch.protocol.ranks import NodeRanks
 DEATH_GRACE = 2.0
 # seconds for an agent to notice that it has to end its ranks, and to do it
 KILL_GRACE = DEATH_GRACE + 3.0
-# of a rank's own time in a step; the last: the whole of it
+# phases of a rank's own time in a step; the last is the whole step of a function
 PHASES = ("data", "forward", "backward", "step")
 
 
@@ -52,9 +52,9 @@ class Outcome(enum.Enum):
     """How the program of a rank ended, or the ranks of a node."""
 
     DONE = "done"
-    STOPPED = "stopped"  # it was asked to
+    STOPPED = "stopped"  # ended as requested
     FAILED = "failed"
-    KILLED = "killed"  # by their agent
+    KILLED = "killed"  # killed by the agent
 
 
 class RankBeat(ctypes.Structure):
@@ -75,12 +75,12 @@ class RankBeat(ctypes.Structure):
     _fields_ = (
         ("progress_at", ctypes.c_double),  # when it last made progress; 0: it has reported none
         ("step", ctypes.c_longlong),  # optimizer steps since the start of the run
-        ("has_ended", ctypes.c_bool),  # its function
-        ("waits_since", ctypes.c_double),  # since when it waits for other ranks; 0: it does not
-        ("num_steps", ctypes.c_longlong),  # of this attempt
-        ("seconds", ctypes.c_double * len(PHASES)),  # of its own in these steps
-        ("is_stoppable", ctypes.c_bool),  # of rank 0: all save their state when they have to end
-        ("is_writing", ctypes.c_bool),  # of rank 0: it writes a checkpoint
+        ("has_ended", ctypes.c_bool),  # whether its function has ended
+        ("waits_since", ctypes.c_double),  # when it began to wait for other ranks; 0: no wait
+        ("num_steps", ctypes.c_longlong),  # steps in this attempt
+        ("seconds", ctypes.c_double * len(PHASES)),  # its own time in these steps, by phase
+        ("is_stoppable", ctypes.c_bool),  # rank 0: all ranks save their state when asked to stop
+        ("is_writing", ctypes.c_bool),  # rank 0: a checkpoint is being written
     )
 
 
@@ -88,10 +88,10 @@ class RankBeat(ctypes.Structure):
 class Collective:
     """A collective that a rank has entered, and that has not ended."""
 
-    number: int  # in its group
+    number: int  # position among the collectives of its group
     operation: str
-    what: str  # for people
-    since: float  # when it waits, in seconds since the epoch
+    what: str  # description for people
+    since: float  # start of the wait, in seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Group:
     name: str
     ranks: tuple[int, ...]
     entered: int  # number of collectives
-    pending: list[Collective] = field(default_factory=list)  # the oldest of those that go on
+    pending: list[Collective] = field(default_factory=list)  # the oldest unfinished ones
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,14 @@ class NodeJob:
     ranks: NodeRanks  # the agent chooses its interface
     # seconds without a command from the driver after which the ranks are killed
     driver_timeout: float
-    environment: dict[str, str]  # of the agent and its ranks, in addition to the worker's own
-    # the driver's storage environment, with keys: for no log
+    # variables for the agent and its ranks, in addition to the worker's own
+    environment: dict[str, str]
+    # the driver's storage environment; it contains secrets and must not be logged
     storage: dict[str, str] = field(repr=False)
-    data: str  # directory of the prepared data if this machine has it
-    data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
+    data: str  # directory of the prepared data if this machine has it; otherwise ""
+    data_archive: str  # URL of a zip of the prepared data; "" for a program that needs no data
     prints_lines: bool  # print the ranks' output into the worker's own log as well
-    # seconds for which the next attempt may wait for nodes, while this one keeps its memory
+    # seconds for which the next attempt may wait for nodes; the agent keeps its memory meanwhile
     start_timeout: float = 0.0
     is_ahead: bool = False  # no attempt begins yet: import and fetch what its ranks will need
 
@@ -133,14 +134,14 @@ class Stop:
     """Save the state and end."""
 
     reason: str  # the name of a signal, or a text
-    seconds: float  # until the ranks are killed
+    seconds: float  # seconds until the ranks are killed
 
 
 @dataclass(frozen=True)
 class Inspect:
     """Tell where the ranks are."""
 
-    number: int = 0  # of this question in the attempt: commands are repeated
+    number: int = 0  # number of the question: commands are repeated
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Kill:
 class Leaving:
     """The machine goes away."""
 
-    seconds: float  # until then
+    seconds: float  # seconds until then
 
 
 @dataclass(frozen=True)
@@ -162,29 +163,29 @@ class Pace:
     rank: int
     num_steps: int
     seconds: list[float]
-    device: str = ""  # its GPU, for people
-    node: str = ""  # for people; the driver knows it
+    device: str = ""  # name of the rank's GPU, for people
+    node: str = ""  # name of the node, for people; the driver sets it
 
 
 @dataclass(frozen=True)
 class Beat:
     """The state of a node's ranks."""
 
-    step: int = 0  # that they have reached
+    step: int = 0  # latest step of any rank
     is_writing: bool = False  # rank 0 writes a checkpoint
     is_stoppable: bool = False  # they save their state when they are asked to stop
     is_ending: bool = False  # a rank that failed calls its exit handlers
-    has_reported: bool = False  # one has, since the start
+    has_reported: bool = False  # any rank has reported progress since its start
     # seconds since their last progress; 0 if they have reported none, or wait for data
     silent_for: float = 0.0
     paces: list[Pace] = field(default_factory=list)
-    # seconds for which each rank that waits for others does
+    # seconds of waiting of each rank that waits for other ranks
     waits: list[float] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)  # ranks whose function has ended
 
     @property
     def news(self) -> tuple[Any, ...]:
-        """The part of it that the driver must know at once."""
+        """The fields that the driver must know at once."""
         return self.is_writing, self.is_stoppable, self.is_ending, self.ended
 
 
@@ -218,12 +219,12 @@ class InspectedRank:
     silent_for: float | None  # seconds since its last progress; None if it has reported none
     stack: list[str] = field(default_factory=list)  # lines of its main thread
     groups: list[Group] | None = None  # None if it did not answer
-    stacks: str = ""  # of all threads
-    node: str = ""  # for people; the driver knows it
+    stacks: str = ""  # stacks of all threads
+    node: str = ""  # name of the node, for people; the driver sets it
 
     @property
     def pending(self) -> list[Collective]:
-        """The collectives that it waits in."""
+        """The collectives in which the rank waits."""
         return [each for group in self.groups or () for each in group.pending]
 
 
@@ -231,7 +232,7 @@ class InspectedRank:
 class Inspected:
     """The ranks of a node."""
 
-    number: int  # of the question
+    number: int  # number of the question
     ranks: list[InspectedRank]
 
 
@@ -240,8 +241,8 @@ class End:
     """The ranks are gone."""
 
     outcome: Outcome
-    how: str = ""  # more of it, for people
-    # of the states in the memory of the node, as `NodeMemory.held` has them
+    how: str = ""  # details of the end, for people
+    # parts of states in the memory of the node, in the form of `NodeMemory.held`
     parts: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
 
@@ -278,17 +279,17 @@ class Resumed:
 class Submitted:
     """A file for the caller of the run, which the driver takes away from the node."""
 
-    file: str  # its name in the node's directory for such files
-    path: str  # that the caller gets it under
+    file: str  # name in the node's directory for such files
+    path: str  # path under which the caller gets the file
 
 
 @dataclass(frozen=True)
 class RaisedError:
     """The exception that ended a rank."""
 
-    name: str  # of its class
+    name: str  # name of the exception's class
     message: str
-    trace: str  # "" where the message says all
+    trace: str  # traceback; "" where the message is enough
     is_consequence: bool  # the rank lost a peer
 
 

@@ -1,8 +1,8 @@
 """A run and its program: a call that every rank makes, and what its launcher must know of it.
 Imports no torch.
 
-A recipe's training is such a call, as a user's function or script is. What makes them differ are
-fields.
+A recipe's training, a user's function and a script are all such calls. They differ in the fields of
+`Program`.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ class Kind(str, enum.Enum):
 class Program:
     """A program that every rank runs, with the environment variables that torchrun sets."""
 
-    name: str  # of the recipe, the function or the script, for people
+    name: str  # name of the recipe, the function or the script, for people
     # a callable without arguments that returns bytes, by cloudpickle
     call: bytes = field(repr=False)
     # top-level packages and modules that it imports from, besides this one
     packages: tuple[str, ...] = ()
-    directory: str = ""  # of a script, which needs the files beside it
-    # Seconds for which all other ranks wait in collectives, once one has ended with 0, until the
-    # run is ended.
+    directory: str = ""  # directory of a script, which needs the files beside it
+    # When a rank has ended with code 0 and all other ranks wait in collectives for so many seconds,
+    # the run is ended.
     left_timeout: float = 30.0
     kind: Kind = Kind.FUNCTION
     # seconds from the request to stop until the ranks are killed
     stop_grace: float = field(default_factory=stop_grace)
     shows_ranks: bool = True  # a line that a rank prints begins with its number
-    # Modules of others that every rank imports, in seconds: its ranks are forked from a process
-    # that has them. Without any, each rank is a fresh process, whose program may set variables
-    # before it imports torch.
+    # Slow modules of other packages that every rank imports. The ranks are forked from a process
+    # that has imported them. Without any, each rank is a fresh process. Its program may then set
+    # variables before it imports torch.
     slow_imports: tuple[str, ...] = ()
     needs: Needs = field(default_factory=Needs)
-    # The error if its initial state is not there; "" if it is, or none is given. A run that
-    # resumes does not need it.
+    # The error if the initial state does not exist; "" if it exists, or none is given. A run that
+    # resumes does not need the initial state.
     missing_state: str = ""
-    logging: CallerLogging | None = None  # for its ranks; None where the program sets its own
+    logging: CallerLogging | None = None  # logging of the ranks; None: the program's own
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it
@@ -109,8 +109,8 @@ class Program:
         the user allows it.
 
         Returns:
-            None if `failure` is another one, or the batch cannot be split further over `world_size`
-            ranks.
+            None if `failure` has another cause, or the batch cannot be split further over
+            `world_size` ranks.
         """
         batch = self.needs.batch
         if batch is None or not batch.may_split or failure.error_name != CUDA_OUT_OF_MEMORY:
@@ -141,7 +141,7 @@ class Program:
 class Job:
     """One run: the same for all of its ranks."""
 
-    program: Program  # that each rank runs
+    program: Program  # the program that each rank runs
     # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
     checkpoints: str
     launched_at: float  # seconds since the epoch
@@ -150,18 +150,18 @@ class Job:
     # token of the driver that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     owner: str = ""
     is_kept: bool = True  # the checkpoints outlive the run
-    # The place that the user named, for errors, where the checkpoints lie below it; else "".
+    # Place that the user named, for errors, if the checkpoints are below it; otherwise "".
     output: str = ""
     # steps of checkpoints after the last attempt, as far as the driver knows
     stored: tuple[int, ...] = ()
     # the nodes have a state from which to go on that is newer than the store's
     is_in_memory: bool = False
-    # an attempt of this run did, so that states take none unless they are asked for
+    # An attempt of this run ran out of memory. So states are kept in memory only on request.
     ran_out_of_memory: bool = False
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise ConfigError if `run_id` is not one line of text. "" is that of a run without one."""
+    """Raise ConfigError if `run_id` is not one line of text. "" stands for a run without an id."""
     if not isinstance(run_id, str) or not run_id.isprintable() or len(run_id) > MAX_RUN_ID:
         raise ConfigError(
             f"run_id: expected one line of at most {MAX_RUN_ID} characters, got {run_id!r:.80}"

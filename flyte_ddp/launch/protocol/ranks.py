@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 TRAINING = "flyte_ddp.training.main:main"  # by name, because its module imports torch
-# These end a run early, as torchrun's, and are passed on to a function that does not ask for a
-# stop.
+# These signals end a run early, as under torchrun. They are passed on to a function that does not
+# ask for stop requests.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -20,18 +20,18 @@ class NodeRanks:
     world_size: int
     use_gpus: bool
     num_threads: int  # CPU threads of each rank
-    host: str = ""  # of the rendezvous, as this node reaches it
+    host: str = ""  # host of the rendezvous, as this node reaches it
     port: int = 0
     interface: str = ""  # network interface for the collectives
-    node_rank: int = 0  # in the order of the ranks
+    node_rank: int = 0  # position of the node in the order of the ranks
     num_nodes: int = 1
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
-    num_restarts: int = 0  # of the gang before this attempt
+    num_restarts: int = 0  # restarts of the gang before this attempt
     max_restarts: int = 0
-    # directory for files on their way to the caller of the run; "" if it wants none. For an agent
-    # of another machine a name in a directory of that one's.
+    # Directory for files on their way to the caller of the run; "" if the caller wants none. For an
+    # agent on another machine it is the name of a directory there.
     results: str = ""
-    # `num_threads` is the config's, which counts before a user's OMP_NUM_THREADS
+    # `num_threads` comes from the config, and wins over a user's OMP_NUM_THREADS
     has_set_threads: bool = False
 
     @property
@@ -41,14 +41,14 @@ class NodeRanks:
 
     @property
     def ranks_in_memory(self) -> list[int]:
-        """The ranks whose states this node has in its memory: its own, and those it has copies
-        of.
+        """The ranks that have their states in the memory of this node: its own ranks, and ranks of
+        another node that are copied here.
         """
         return [*{*self.numbers, *map(self.copied_rank, self.numbers)}]
 
     def copied_rank(self, rank: int) -> int:
-        """Return the rank in the place of `rank` on the node before its own, which has copies of
-        its states; on a single node `rank` itself.
+        """Return the rank that copies its states to the node of `rank`: the rank in the same place
+        on the node before. On a single node this is `rank` itself.
         """
         return (rank - self.num_ranks) % self.world_size
 
@@ -56,14 +56,16 @@ class NodeRanks:
 def choose_threads(share: int) -> int:
     """Return the CPU threads of this process: its OMP_NUM_THREADS if there is one, else `share`."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(given) if given.isdecimal() and int(given) else share
+    if given.isdecimal() and int(given):
+        return int(given)
+    return share
 
 
 def semaphore_prefix(directory: str) -> str:
     """Return the start of the names of semaphores that ranks and their children make.
 
     Args:
-        directory: of the ranks' files, which names the attempt.
+        directory: directory of the ranks' files. Its name identifies the attempt.
     """
     return f"mp-{os.path.basename(directory)}"
 

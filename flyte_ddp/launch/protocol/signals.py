@@ -26,8 +26,8 @@ class StopRequest:
     thread.
     """
 
-    # seconds from the request until the run is killed; by default as long as this process has after
-    # SIGTERM
+    # seconds from the request until the run is killed; by default the time that this process has
+    # after SIGTERM
     grace: float = field(default_factory=stop_grace)
     reason: str = ""
     num_requests: int = 0
@@ -40,8 +40,8 @@ class StopRequest:
         self.num_requests += 1
 
     def revise(self, reason: str, grace: float) -> None:
-        """Request the end of the run within `grace` seconds for this reason, without urgency,
-        whatever was before.
+        """Request the end of the run within `grace` seconds for this reason. The request is not
+        urgent, whatever was requested before.
         """
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
@@ -57,24 +57,26 @@ class StopRequest:
 
 
 def find_signal(reason: str) -> signal.Signals:
-    """Return the signal for a function that does not ask for a stop: the one that ends the run, or
-    else SIGTERM.
+    """Return the signal for a function that does not ask for stop requests: the signal that ends
+    the run, or SIGTERM if something else ends it.
     """
     return signal.Signals.__members__.get(reason, signal.SIGTERM)
 
 
-_stops: list[StopRequest] = []  # of the runs, which share their handlers
+_stops: list[StopRequest] = []  # requests of all runs, which share their signal handlers
 
 
 @contextlib.contextmanager
 def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
     """Turn signals into a stop request for the length of the block.
 
-    A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the
-    main thread. Beside it no signal reaches a run, which a line says, unless one in the main thread
-    has set them.
+    An ignored SIGHUP stays ignored: the run was started with nohup. Only the main thread may set
+    signal handlers. In another thread no signal reaches a run, unless a run in the main thread has
+    set the handlers. A line in the log then says so.
     """
-    stop = StopRequest() if grace is None else StopRequest(grace)
+    if grace is None:
+        grace = stop_grace()
+    stop = StopRequest(grace)
     numbers = {signal.Signals[name] for name in STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)
@@ -103,15 +105,15 @@ def _handle(number: int, frame: types.FrameType | None) -> None:
 
 
 class TimeLimit:
-    """Ends what this process does when its time is up, as a SIGTERM does, with a last checkpoint.
+    """Ends the work of this process when its time is up, as a SIGTERM does, with a last checkpoint.
 
     Args:
-        hours: 0 is no limit.
-        begun_at: from when they count, in seconds since the epoch.
-        hint: added to the error if they are over already.
+        hours: the limit; 0 is no limit.
+        begun_at: start of the time, in seconds since the epoch.
+        hint: added to the error if the time is up already.
 
     Raises:
-        ConfigError: they are less than 0, or over already.
+        ConfigError: `hours` is negative, or the time is up already.
     """
 
     def __init__(self, hours: float, begun_at: float, hint: str = "") -> None:
@@ -140,8 +142,8 @@ class TimeLimit:
             self._timer.cancel()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return `error`, or a ConfigError with its text if the time limit caused it: a retry would
-        end likewise.
+        """Return `error`, or a ConfigError with its text if the time limit caused it. A retry would
+        end in the same way.
         """
         if not self._is_up or not isinstance(error, (TrainingStopped, SystemExit)):
             return error
