@@ -202,3 +202,23 @@ def test_a_program_that_fails_by_itself_is_refused_in_one_line(tmp_path, line):
     }[line[:5]]
     assert (code, expected in printed.splitlines()[-1]) == (2, True), printed
     assert (tmp_path / "own.txt").read_text() == "mine"
+
+
+SHARING = """
+import os, sys, tempfile
+import torch
+
+with tempfile.TemporaryDirectory() as place:  # nobody else's
+    torch.save({"step": 1}, f"{place}/state.pt")
+torch.save({"step": 1}, sys.argv[1] + ".tmp")
+os.replace(sys.argv[1] + ".tmp", sys.argv[1])
+"""
+
+
+def test_a_checkpoint_that_all_runs_would_share_is_refused_in_one_line(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/train.py").write_text(SHARING)
+    code, printed = rehearse(tmp_path / "home", "train.py", f"{tmp_path}/state.pt")
+    assert code == 2, printed
+    line = printed.splitlines()[-1]
+    assert f"got {str(tmp_path / 'state.pt.tmp')!r}, which all runs would share" in line

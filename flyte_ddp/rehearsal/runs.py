@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,6 +109,7 @@ class Rehearsal:
                 f"rehearse: expected a program that ends well without a fault, got exit code "
                 f"{run.exit_code}: {run.error}"
             )
+        self._refuse_shared(run)
         if len(run.steps) < MIN_STEPS:
             raise ConfigError(
                 f"rehearse: expected at least {MIN_STEPS} steps of an optimizer of torch, got "
@@ -116,6 +118,22 @@ class Rehearsal:
         self.fault_step = 5 * len(run.steps) // 8  # in the middle of one of few epochs
         self.seconds_each = max(60.0, 4 * run.seconds)
         return run
+
+    def _refuse_shared(self, run: Run) -> None:
+        """Raise ConfigError if the program saves where no run has a place of its own: the next run
+        would go on with this one's checkpoint.
+        """
+        # a library's temporary files have names of their own
+        temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "tmp")
+        own = (f"{os.path.realpath(self.directory)}/", temporary)
+        for attempt in run.attempts:
+            for call in attempt.calls("save"):
+                if not call["path"].startswith(own):
+                    raise ConfigError(
+                        "rehearse: expected checkpoints below the directory in which the rehearsal "
+                        "runs, or {outputs} in an argument, got "
+                        f"{call['path']!r}, which all runs would share"
+                    )
 
     def _run_fault(self, name: str, undisturbed: Run) -> Run:
         is_stored = undisturbed.is_stored
