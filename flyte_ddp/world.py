@@ -7,6 +7,7 @@ is global.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -114,14 +115,6 @@ class World:
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-class LateRank(Exception):
-    """A rank has written no note in time."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.rank = rank
-
-
 @dataclass(frozen=True)
 class RankNotes:
     """Plain values that the ranks write for each other into the store where they meet.
@@ -143,31 +136,30 @@ class RankNotes:
 
     def read(self, rank: int) -> Any:
         """Return the note of a rank; None for nothing yet."""
-        key = f"{self.name}/{rank}"
-        # `get` alone would wait for the key
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        return self._get(f"{self.name}/{rank}")
 
     def gather(self, value: Any, number: int, seconds: float) -> list[Any]:
         """Write a value, and return those of all ranks. Every rank calls it.
 
         Args:
             number: of the call, one more than in the call before.
-            seconds: for which each of the other ranks is waited for.
+            seconds: for which the other ranks are waited for.
 
-        Raises:
-            LateRank: one has not called.
+        Returns:
+            The values by rank; None for each rank that has not called.
         """
         keys = [f"{self.name}-{number}/{rank}" for rank in range(self.world.world_size)]
         self.store.set(keys[self.world.rank], json.dumps(value))
-        for rank, key in enumerate(keys):
-            try:
-                self.store.wait([key], timedelta(seconds=seconds))
-            except RuntimeError:
-                raise LateRank(rank) from None
-        values = [json.loads(each) for each in self.store.multi_get(keys)]
-        # all ranks have read the values of the call before
-        self.store.delete_key(f"{self.name}-{number - 1}/{self.world.rank}")
+        with contextlib.suppress(RuntimeError):
+            self.store.wait(keys, timedelta(seconds=seconds))
+        values = [self._get(key) for key in keys]
+        if None not in values:  # so all ranks have read the values of the call before
+            self.store.delete_key(f"{self.name}-{number - 1}/{self.world.rank}")
         return values
+
+    def _get(self, key: str) -> Any:
+        # `get` alone would wait for the key
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
 
 def single_process_world() -> World:

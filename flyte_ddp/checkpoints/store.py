@@ -39,7 +39,7 @@ from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.state import Part, collect, find_tensors
 from flyte_ddp.checkpoints.write_queue import WriteQueue
-from flyte_ddp.checkpoints.writer import MemoryWriter, Report, UploadProgress, Write, Writer
+from flyte_ddp.checkpoints.writer import MemoryWriter, Report, Write, Writer
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage
@@ -74,8 +74,7 @@ class CheckpointStore:
         sink = Storage(url, timeout=0)
         self.storage, self.peers = Storage(url, timeout=timeout), peers or Peers(ALONE)
         self.retention = Retention(sink, num_kept, owner)
-        progress = UploadProgress(sink, timeout)
-        self.queue = WriteQueue(Writer(sink, self.peers, self.retention, report, progress))
+        self.queue = WriteQueue(Writer(sink, self.peers, self.retention, report, timeout))
         self.memory, self.staging = MemoryWriter(slots), StagingMemory()
         self.returns_to_best = False  # the run ends with the best state
         self._num_saves = 0

@@ -72,7 +72,7 @@ class WriteQueue:
         """Raise if writing has failed for good. See `CheckpointStore.check`."""
         if self._failure is not None:
             raise self._failure
-        self.writer.progress.check()
+        self.writer.check()
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds`, and return whether all states are written."""
@@ -119,7 +119,6 @@ class WriteQueue:
                 if self._waiting and (not follows or self._waiting[0].number == number):
                     self._current = write = self._waiting.pop(0)
                     write.name = name or write.name
-                    self.writer.progress.begin()
                     return write
                 self._changed.notify_all()
             time.sleep(pause)
@@ -130,7 +129,7 @@ class WriteQueue:
         with self._changed:
             self._current = None
             self.writer.report(bool(self._waiting), None)
-            self.writer.progress.end()
+            self.writer.end()
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -146,7 +145,7 @@ class WriteQueue:
     def _put_back(self, write: Write | None, error: StorageUnavailable) -> bool:
         """Let a state wait for another try. Return whether that may succeed at once."""
         self.writer.report(False, None)
-        self.writer.progress.outage = str(error)
+        self.writer.outage = str(error)
         with self._changed:
             if write:
                 self._waiting.insert(0, write)
@@ -181,7 +180,7 @@ class WriteQueue:
             return False
         with self._changed:
             self._waiting = [write for write in self._waiting if not write.has_manifest]
-            self.writer.progress.since = 0.0
+            self.writer.since = 0.0
             self._changed.notify_all()
         logger.warning(
             "the last checkpoint is not written: the disk is full, and the training has finished"

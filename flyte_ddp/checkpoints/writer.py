@@ -63,10 +63,13 @@ class Write:
 
 
 @dataclass(eq=False)
-class UploadProgress:
-    """The progress of the writing thread, as the training's thread sees it."""
+class Writer:
+    """Writes states, each in one try."""
 
-    sink: Storage
+    sink: Storage  # makes one try: a repeated one would keep a newer state waiting
+    peers: Peers
+    retention: Retention
+    report: Report
     timeout: float  # seconds that the store may be away
     outage: str = ""  # why the last try failed
     since: float = 0.0  # monotonic: when the state being written was begun; 0 while idle
@@ -74,16 +77,15 @@ class UploadProgress:
     _most_stored: int = 0
     _stored_at: float = 0.0
 
-    def begin(self) -> None:
-        """Note that a state is begun, maybe in another try."""
-        self.since = self.since or time.monotonic()
-
-    def end(self) -> None:
-        """Note that a state is in place."""
-        self.outage, self.since, self._most_stored = "", 0.0, 0
+    @property
+    def follows(self) -> bool:
+        """True where rank 0 chooses the states that this rank writes a part of."""
+        return not self.peers.world.is_first
 
     def check(self) -> None:
-        """Raise StorageUnavailable if nothing was stored for `timeout` seconds."""
+        """Raise StorageUnavailable if nothing was stored for `timeout` seconds. Another thread than
+        the writing one calls it.
+        """
         since, stored = self.since, self.sink.stored_bytes
         if stored > self._most_stored:
             self._most_stored, self._stored_at = stored, time.monotonic()
@@ -93,24 +95,13 @@ class UploadProgress:
                 f"{self.timeout:g} s (store_timeout): {self.outage or 'the store does not answer'}"
             )
 
-
-@dataclass(eq=False)
-class Writer:
-    """Writes states, each in one try."""
-
-    sink: Storage  # makes one try: a repeated one would keep a newer state waiting
-    peers: Peers
-    retention: Retention
-    report: Report
-    progress: UploadProgress
-
-    @property
-    def follows(self) -> bool:
-        """True where rank 0 chooses the states that this rank writes a part of."""
-        return not self.peers.world.is_first
+    def end(self) -> None:
+        """Note that a state is in place."""
+        self.outage, self.since, self._most_stored = "", 0.0, 0
 
     def write(self, write: Write) -> None:
         """Write this rank's part of a state, and on rank 0 the manifest."""
+        self.since = self.since or time.monotonic()
         if write.has_manifest and not self.follows:
             self.peers.announce(write.number, write.name)
         # Not for a local disk, which gets the tensors without a copy of them all: this thread's
@@ -149,16 +140,16 @@ class Writer:
             logger.warning("checkpoints: old ones could not be removed: %s", describe(error))
 
     def _wait_for_peers(self, number: int) -> list[Entry]:
-        """Return the other ranks' entries once their files are in place. `UploadProgress.check`
-        ends the run if none comes.
+        """Return the other ranks' entries once their files are in place. `check` ends the run if
+        none comes.
         """
         entries: list[Entry] = []
         for rank in range(1, self.peers.world.world_size):
             while (announced := self.peers.announced(rank))[0] != number:
-                self.progress.outage = f"the shard of rank {rank} is not in place"
+                self.outage = f"the shard of rank {rank} is not in place"
                 time.sleep(POLL_INTERVAL)
             entries.append(announced[1])
-            self.progress.since = time.monotonic()
+            self.since = time.monotonic()
         return entries
 
 

@@ -32,7 +32,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
 from flyte_ddp.rank.nested import parts_in
 from flyte_ddp.recipes import Recipe, list_class_names, locate
-from flyte_ddp.world import LateRank, RankNotes, World
+from flyte_ddp.world import RankNotes, World
 
 NUM_SAMPLES = 8  # that stand for all of a data set
 MAX_NUMBERS = 2**20  # of a tensor that are looked at
@@ -267,13 +267,12 @@ def check_save(
     outline: dict[str, Any] = {"step": step, "in_memory": in_memory}
     outline |= {f"state: {place}": _describe(each) for place, each in find_tensors(state)}
     digest = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
-    try:
-        calls = notes.gather([digest, _checksums(state, notes.world)], number, timeout)
-    except LateRank as late:
+    calls = notes.gather([digest, _checksums(state, notes.world)], number, timeout)
+    if None in calls:
         raise ConfigError(
             "session.save: expected a call on every rank, because the state is split, got "
-            f"none on rank {late.rank} for {timeout:g} s, at step {step}"
-        ) from None
+            f"none on rank {calls.index(None)} for {timeout:g} s, at step {step}"
+        )
     others = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
     if not others:
         _compare_copies([checksums for _, checksums in calls])

@@ -107,7 +107,7 @@ class Checkpointer:
     is_read_only: bool = False
     num_ranks_before: int = 0  # ranks of the run that this one goes on from; 0 for none
     # the run goes on from the state of the best epoch, which the store lacks
-    _best_is_unsaved: bool = False
+    best_is_unsaved: bool = False
 
     def __post_init__(self) -> None:
         config = self.parallelism.config
@@ -162,11 +162,6 @@ class Checkpointer:
                 self.to_dict(), step, best, started, to_store, in_memory
             )
 
-    def save_lost_best(self) -> None:
-        """Save the state of the best epoch, if the run goes on from it and the store lacks it."""
-        if self._best_is_unsaved:
-            self.save(best=True)
-
     def save_bad(self, step: int) -> None:
         """Keep the state before a bad step, with which a replay begins."""
         try:
@@ -204,7 +199,7 @@ class Checkpointer:
             trained.load(state)
             self.num_ranks_before = state.get("origin", {}).get("num_ranks", 0)
             is_best = trained.needed_step(state) == trained.progress.step
-            self._best_is_unsaved = loaded.is_in_memory and is_best
+            self.best_is_unsaved = loaded.is_in_memory and is_best
         elif config.initial_model_state:
             names = list_class_names(parallelism.recipe)
             given = config.initial_model_state, config.store_timeout, config.fresh_layers

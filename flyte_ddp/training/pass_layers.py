@@ -17,7 +17,7 @@ from torch import nn
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.sharding import is_sharded
-from flyte_ddp.world import LateRank, RankNotes
+from flyte_ddp.world import RankNotes
 
 # Seconds for the note of another rank, which may load its batch until then: half of the default
 # `stall_timeout`.
@@ -105,15 +105,13 @@ class PassLayers:
             ConfigError: a rank has noted something else, or nothing in time.
         """
         own = [self._number, len(self._parts), name, list(layers)]
-        is_first = self.model.training not in self._last_parts
+        max_wait = MAX_WAIT
+        if self.model.training not in self._last_parts:
+            max_wait = MAX_FIRST_WAIT
         self._num_notes += 1
-        try:
-            every = self.notes.gather(
-                own, self._num_notes, MAX_FIRST_WAIT if is_first else MAX_WAIT
-            )
-        except LateRank:
-            self._refuse(name)
-        for other in every:
+        for other in self.notes.gather(own, self._num_notes, max_wait):
+            if other is None:
+                self._refuse(name)
             if other != own:
                 self._refuse(min({*other[3]} ^ {*layers}, default=name))
 

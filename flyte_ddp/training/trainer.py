@@ -75,7 +75,8 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             ConfigError: the recipe has no figure called `monitor.metric`.
         """
-        self.checkpoints.save_lost_best()
+        if self.checkpoints.best_is_unsaved:
+            self.checkpoints.save(best=True)
         while not self.is_done:
             try:
                 self.train_epoch()
