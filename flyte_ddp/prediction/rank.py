@@ -35,7 +35,8 @@ def main(job: PredictionJob) -> None:
     ConfigError for a batch that the GPU cannot hold.
     """
     current = session.current()
-    process, store, reporter = current.process, current.open_store(), current.reporter
+    process, reporter = current.process, current.reporter
+    store = process.open_store()
     for name in STOP_SIGNALS:  # after one, the part in hand is finished
         signal.signal(signal.Signals[name], lambda number, frame: None)
     directory = process.link.wait_for_data()

@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socket
@@ -173,7 +173,8 @@ def call_program(process: RankProcess) -> Outcome:
     if program.logging is not None:
         program.logging.apply()
     store = _Store(process)
-    current = Session(process, store.open)
+    process.open_store = store.open
+    current = Session(process)
     session.make_current(current)
     if program.kind is not Kind.RECIPE:
         current.reporter.emit_start()
@@ -181,7 +182,7 @@ def call_program(process: RankProcess) -> Outcome:
             timeout = min(program.needs.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.position, timeout)
     if process.node.num_nodes > 1 and program.kind is not Kind.COMMAND:
-        start_thread("copies", _receive_copies, process, store.open)
+        start_thread("copies", _receive_copies, process)
     value = _call(program, current)
     current.close()
     # whose ranks learn by it that this one has ended, or this one of them
@@ -235,7 +236,7 @@ def _has_imported_torch() -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> None:
+def _receive_copies(process: RankProcess) -> None:
     """Take copies of another node's states into the memory of this one, once the program has
     imported torch.
     """
@@ -244,7 +245,7 @@ def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> No
     from flyte_ddp.checkpoints.memory import receive_copies
 
     source = process.node.copied_rank(process.rank)
-    receive_copies(process.copies, source, process.link.send, open_store)
+    receive_copies(process.copies, source, process.link.send, process.open_store)
 
 
 @dataclass(eq=False)
@@ -268,7 +269,7 @@ class _Store:
         self._is_needed.set()
         with self._lock:
             if self._store is None:
-                self._store = self.process.open_store()
+                self._store = self.process.connect()
         return self._store
 
     def wait_until_all_ended(self) -> None:

@@ -34,7 +34,7 @@ from flyte_ddp.launch.protocol.signals import find_signal
 from flyte_ddp.rank.collectives import entered_collectives
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 # of the time that a stop leaves, for which a function that does not ask may train on to its next
 # save
@@ -139,6 +139,8 @@ class RankProcess:
     copies: list[MemoryFile] = field(default_factory=list)  # take those of a rank of another node
     # of states that earlier attempts have left on this node
     parts: list[Part] = field(default_factory=list)
+    # returns the store where the ranks meet; set when the rank begins
+    open_store: Callable[[], Store] = field(init=False)
 
     @property
     def rank(self) -> int:
@@ -152,8 +154,8 @@ class RankProcess:
         self.link.send(Resumed(attempt, turn))
         self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
 
-    def open_store(self) -> TCPStore:
-        """Return the store where the ranks meet, which rank 0's process serves. Call it once on
+    def connect(self) -> TCPStore:
+        """Return a new connection to the store, which rank 0's process serves. Call it once on
         rank 0. An operation waits for the other ranks as long as one of torchrun's store.
         """
         # torch.distributed's own, which it does not export for type checkers

@@ -20,8 +20,6 @@ from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.stop import StopAgreement
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from flyte_ddp.rank.batches import Check, EpochBatches
 
 PLACE = "session.batches: "  # the beginning of each error
@@ -57,7 +55,6 @@ class SampleChecks:
     """Compares the samples of each data set once: with the other ranks' and the checkpoint's."""
 
     process: RankProcess
-    open_store: Callable[[], Store]
     # data sets that are known to be alike on all ranks, and the facts of their samples
     _checked: deque[tuple[Any, dict[str, Any]]] = field(
         default_factory=lambda: deque(maxlen=MAX_CHECKED)
@@ -94,7 +91,9 @@ class SampleChecks:
                 size = {"global_batch_size": batches.global_batch_size}
                 facts = {**own["call"], **size, **own["order"], **facts}
                 world = World(self.process.rank, self.process.node.world_size, ALONE.device)
-                notes = RankNotes(self.open_store().clone(), f"flyte_ddp/batches-{name}", world)
+                notes = RankNotes(
+                    self.process.open_store().clone(), f"flyte_ddp/batches-{name}", world
+                )
                 check_in_store(facts, again, notes, ranks)
 
         return check

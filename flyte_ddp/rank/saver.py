@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from flyte_ddp.rank.reporter import Reporter
 from flyte_ddp.rank.stop import StopAgreement
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from flyte_ddp.checkpoints.assembly import BoxOf
     from flyte_ddp.checkpoints.peers import Peers
     from flyte_ddp.checkpoints.store import CheckpointStore
@@ -44,7 +42,6 @@ class Saver:
     """Saves and loads the states of one rank."""
 
     process: RankProcess
-    open_store: Callable[[], Store]
     position: DataPosition  # position in the data, a part of a function's checkpoints
     stop: StopAgreement
     reporter: Reporter
@@ -110,7 +107,7 @@ class Saver:
             self.process.job.program.needs.stall_timeout, group_timeout
         )
         # another thread uses the connection of the first one
-        notes = RankNotes(self.open_store().clone(), "flyte_ddp/save", world)
+        notes = RankNotes(self.process.open_store().clone(), "flyte_ddp/save", world)
         check_save(state, step, in_memory, self._num_split_saves, notes, timeout)
         if self.open().peers.store is None:
             if self._has_memory is not None:
@@ -119,7 +116,7 @@ class Saver:
                     "before, got split ones"
                 )
             self.wait()  # rank 0 may have saved a whole state
-            self.open().share_with(world, self.open_store())
+            self.open().share_with(world, self.process.open_store())
         return world
 
     def write(
@@ -191,7 +188,7 @@ class Saver:
 
         kept = box_of or keep_all
         self._num_loads += 1
-        world = meet(self.process, self.open_store, f"flyte_ddp/load-{self._num_loads}")
+        world = meet(self.process, f"flyte_ddp/load-{self._num_loads}")
         self.note_saves(world)
         loaded = load_newest(
             world,
@@ -258,7 +255,7 @@ class Saver:
             process, job = self.process, self.process.job
             is_copied = process.node.num_nodes > 1
             slots = Slots(
-                process.slots, process.rank, process.link.send, is_copied, self.open_store
+                process.slots, process.rank, process.link.send, is_copied, self.process.open_store
             )
             self._store = CheckpointStore(
                 job.checkpoints or NO_PLACE,

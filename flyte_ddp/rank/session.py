@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.rank.link import RankProcess
@@ -16,25 +16,21 @@ from flyte_ddp.rank.reporter import Reporter, ResultFiles
 from flyte_ddp.rank.saver import Saver
 from flyte_ddp.rank.stop import StopAgreement
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 
 @dataclass(eq=False, repr=False)
 class Session:
     """The session of one rank's call. The functions of `flyte_ddp.session` call its parts."""
 
     process: RankProcess
-    open_store: Callable[[], Store]
     # figures of the whole run by their names in `events.RunFinished`, on rank 0
     results: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        process, open_store = self.process, self.open_store
-        self.stop = StopAgreement(process, open_store)
-        self.position = DataPosition(SampleChecks(process, open_store), self.stop)
+        process = self.process
+        self.stop = StopAgreement(process)
+        self.position = DataPosition(SampleChecks(process), self.stop)
         self.reporter = Reporter(process, self.position)
-        self.saver = Saver(process, open_store, self.position, self.stop, self.reporter)
+        self.saver = Saver(process, self.position, self.stop, self.reporter)
         self.files = ResultFiles(self.reporter)
         process.link.on_stop = self._terminate
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from flyte_ddp.checkpoints.assembly import BoxOf, assemble
 from flyte_ddp.checkpoints.files import Damaged, check_file, checkpoint_name
@@ -22,17 +22,17 @@ from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.world import World
 
 
-def meet(process: RankProcess, open_store: Callable[[], Store], key: str) -> World:
+def meet(process: RankProcess, key: str) -> World:
     """Return this rank's place among all, with a process group for a function's load alone: it may
     have none, or collectives of its own under way. Every rank calls it.
 
     Args:
-        open_store: returns the store where the ranks meet, in which `key` is this call's alone.
+        key: in the store where the ranks meet, of this call alone.
     """
     group, world_size = None, process.node.world_size
     if world_size > 1:
         # other threads use the connection of the first one
-        store = PrefixStore(key, open_store().clone())
+        store = PrefixStore(key, process.open_store().clone())
         timeout = timedelta(seconds=process.job.program.needs.stall_timeout)
         group = ProcessGroupGloo(store, process.rank, world_size, timeout)
     return World(process.rank, world_size, torch.device("cpu"), group)

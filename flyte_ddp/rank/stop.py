@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +30,6 @@ class StopAgreement:
     """How one rank agrees with the others on the step to stop after."""
 
     process: RankProcess
-    open_store: Callable[[], Store]
     was_terminated: bool = False  # the function was sent a signal, because it does not ask
     num_polls: int = 0  # calls so far, and ends of batches of a function that does not ask
     is_asked: bool = False  # the function itself has called
@@ -83,11 +81,11 @@ class StopAgreement:
         key, link = f"flyte_ddp/ends-before-{self.num_polls}", self.process.link
         if self.process.rank > 0:
             # other threads use the connection of the first one
-            self.is_reached = self.open_store().clone().get(key) == b"1"
+            self.is_reached = self.process.open_store().clone().get(key) == b"1"
             return self.is_reached
         self.is_reached = is_saved or time.monotonic() > link.saves_until
         if self.process.node.world_size > 1:
-            self.open_store().set(key, str(int(self.is_reached)))
+            self.process.open_store().set(key, str(int(self.is_reached)))
         return self.is_reached
 
     def _poll(self) -> bool:
@@ -110,13 +108,13 @@ class StopAgreement:
         if self.is_asked or not self.num_polls or self.process.node.world_size == 1:
             return self.is_asked or (bool(self.num_polls) and self.can_resume)
         # the function's own connection may be waiting for a key
-        return self.can_resume or bool(self.open_store().clone().check([CAN_RESUME]))
+        return self.can_resume or bool(self.process.open_store().clone().check([CAN_RESUME]))
 
     def note_saved(self) -> None:
         """Note that there is a checkpoint to go on from. Rank 0 lets the other ranks know."""
         is_first = self.process.rank == 0 and not self.can_resume
         if is_first and self.process.node.world_size > 1:
-            self.open_store().set(CAN_RESUME, "1")
+            self.process.open_store().set(CAN_RESUME, "1")
         self.can_resume = True
 
     def begin(self) -> None:
@@ -131,7 +129,7 @@ class StopAgreement:
             with self._agreeing:
                 if self._num_refused < 0:
                     self._num_refused = self.num_polls
-            self._publish(self.open_store())
+            self._publish(self.process.open_store())
 
     def _announce(self) -> bool:
         """Announce, once, that the run can be stopped and resumed, so that its gang may end in
@@ -143,9 +141,9 @@ class StopAgreement:
         """
         others = self.process.node.world_size - 1
         if self.process.rank > 0:
-            self.open_store().add("flyte_ddp/num_polling", 1)
+            self.process.open_store().add("flyte_ddp/num_polling", 1)
         elif not self.can_resume or (
-            others and self.open_store().add("flyte_ddp/num_polling", 0) < others
+            others and self.process.open_store().add("flyte_ddp/num_polling", 0) < others
         ):
             return False
         else:
@@ -176,7 +174,7 @@ class StopAgreement:
             refused = [str(self._num_refused)]
             if world_size > 1:
                 # the function's own waits for a key would keep it
-                store = self.open_store().clone()
+                store = self.process.open_store().clone()
                 self._publish(store)
                 refused = [
                     store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)

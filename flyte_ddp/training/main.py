@@ -80,7 +80,7 @@ def main(
     current.process.link.send(Device(device_name(world.device)))
     with contextlib.ExitStack() as stack:
         if world.world_size > 1:
-            store = current.open_store()
+            store = current.process.open_store()
             store.set_timeout(timedelta(seconds=config.collective_timeout))
             stack.enter_context(
                 process_group(world, config.backend, store, config.collective_timeout)
@@ -131,7 +131,7 @@ def open_trainer(
     torch.manual_seed(config.seed)
     model = open_model(parallelism)
 
-    peers = Peers(world, current.open_store()) if parallelism.is_collective else None
+    peers = Peers(world, current.process.open_store()) if parallelism.is_collective else None
     current.saver.open(config.checkpoints_to_keep, peers)
     origin = {
         "recipe": current.process.job.program.name,

@@ -54,7 +54,7 @@ class Trainer:
         self.train, self.test = train, test
         size = num_batches(train, config)
         self.evaluated_model, self.replica = parallelism.shard(model)
-        parallelism.watch_passes(self.replica, model, session.open_store)
+        parallelism.watch_passes(self.replica, model, session.process.open_store)
         self.state = TrainedState.open(parallelism, model, config.epochs * size)
         self.timer = StepTimer(session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)

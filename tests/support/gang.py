@@ -120,7 +120,8 @@ def session_of(rank=0, world_size=1, store=None, checkpoints="", link=None, **pr
     node = NodeRanks(0, 1, world_size, False, 1, "127.0.0.1", 0, "lo")
     link = link or Link()
     process = SimpleNamespace(job=job, node=node, rank=rank, link=link, **NO_MEMORY)
-    return Session(process, lambda: store), link
+    process.open_store = lambda: store
+    return Session(process), link
 
 
 def train_recipe(world, store, recipe, config, data, checkpoints):
@@ -129,7 +130,8 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     node = NodeRanks(0, world.world_size, world.world_size, False, 1, "127.0.0.1", 0, "lo")
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
-    session = Session(process, lambda: store)
+    process.open_store = lambda: store
+    session = Session(process)
     train(choose_parallelism(get_recipe(recipe, config.recipe_options), config, world), session)
     reporter, seconds = session.reporter, time.time() - job.launched_at
     reporter.emit(events.RunFinished(reporter.step, seconds, **session.results))
