@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from flyte_ddp.errors import NonFiniteLoss, log_failures
 from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, Reported
 from flyte_ddp.rank.data import Samples
@@ -22,7 +20,7 @@ from flyte_ddp.training.evaluation import Evaluation, sample_utilization
 from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import gradient_norm
-from flyte_ddp.training.progress import Stretch
+from flyte_ddp.training.progress import MetricSums, Stretch
 from flyte_ddp.training.trained_state import TrainedState
 
 # the scale of fp16 begins with 65536, and each gradient that overflows halves it
@@ -57,17 +55,11 @@ class Measures:
     def _count_unreadable(self) -> int:
         return self.train.num_unreadable + self.test.num_unreadable
 
-    def add(
-        self,
-        loss_sum: Tensor,
-        own_targets: float | Tensor,
-        num_targets: float | Tensor,
-        num_samples: int,
-    ) -> None:
-        """Add one optimizer step."""
+    def add(self, step: MetricSums) -> None:
+        """Add the sums of an optimizer step."""
         self.first_step_at = self.first_step_at or time.time()
         for sums in (self.stretch.since_log, self.stretch.sums):
-            sums.add(loss_sum, own_targets, num_targets, num_samples)
+            sums.add(step)
 
     def update_progress(self) -> None:
         """Set the epoch's sums over all ranks: the sums of earlier attempts plus the stretch's.

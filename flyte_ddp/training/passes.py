@@ -18,6 +18,7 @@ from flyte_ddp.rank.plan import derived_seed
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.progress import MetricSums
 from flyte_ddp.training.watch import WatchedStep
 from flyte_ddp.world import World
 
@@ -86,7 +87,7 @@ def compute_gradients(
     step: int,
     timer: StepTimer,
     watched: WatchedStep,
-) -> tuple[Tensor, float | Tensor, float | Tensor]:
+) -> MetricSums:
     """Add the gradient of the global batch's mean loss to the parameters of `replica`, one
     micro-batch after another.
 
@@ -97,7 +98,7 @@ def compute_gradients(
         watched: the step, which takes the losses.
 
     Returns:
-        The sum of this rank's losses, and the targets of this rank and of all.
+        The sums of the step.
     """
     recipe, world, shard = parallelism.recipe, parallelism.world, watched.shard
     total = torch.zeros((), device=world.device)
@@ -131,7 +132,7 @@ def compute_gradients(
         for parameter in replica.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(num_targets)
-    return total, own_targets, num_targets
+    return MetricSums(total, own_targets, num_targets, shard.num_samples, num_steps=1)
 
 
 def clip_gradients(model: nn.Module, parallelism: Parallelism, needed: bool) -> float:

@@ -105,19 +105,13 @@ class MetricSums:
     def zero(cls, device: torch.device) -> MetricSums:
         return cls(torch.zeros((), dtype=torch.float64, device=device))
 
-    def add(
-        self,
-        loss_sum: Tensor,
-        own_targets: float | Tensor,
-        num_targets: float | Tensor,
-        num_samples: int,
-    ) -> None:
-        """Add one optimizer step."""
-        self.loss_sum += loss_sum
-        self.own_targets += own_targets
-        self.num_targets += num_targets
-        self.num_samples += num_samples
-        self.num_steps += 1
+    def add(self, step: MetricSums) -> None:
+        """Add the sums of an optimizer step."""
+        self.loss_sum += step.loss_sum
+        self.own_targets += step.own_targets
+        self.num_targets += step.num_targets
+        self.num_samples += step.num_samples
+        self.num_steps += step.num_steps
 
     @property
     def seconds(self) -> float:

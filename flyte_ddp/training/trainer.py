@@ -137,10 +137,10 @@ class Trainer:
         bad_steps.begin_step()
         state.optimizer.zero_grad()
         watched = WatchedStep(shard, bad_steps.watch.is_shared)
-        loss_sum, own_targets, num_targets = compute_gradients(
+        sums = compute_gradients(
             self.replica, self.parallelism, batches, progress.step, self.timer, watched
         )
-        bad_steps.watch.end(watched, num_targets, progress)
+        bad_steps.watch.end(watched, sums.num_targets, progress)
         norm = math.nan
         if not bad_steps.check_loss(may_wait=needs_norm):
             state.scaler.unscale_(state.optimizer)
@@ -151,7 +151,7 @@ class Trainer:
             state.scaler.step(state.optimizer)  # not where a gradient overflows
             state.scaler.update()
             state.average.update(progress.step)
-            self.measures.add(loss_sum, own_targets, num_targets, shard.num_samples)
+            self.measures.add(sums)
         state.end_step()
         return norm
 
