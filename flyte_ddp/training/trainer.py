@@ -98,8 +98,9 @@ class Trainer:
         progress, config = self.state.progress, self.parallelism.config
         if progress.epoch > config.epochs:
             return True
-        is_patient = not config.patience or not progress.epochs
-        return not is_patient and self.state.best not in progress.epochs[-config.patience :]
+        if not (config.patience and progress.epochs):
+            return False
+        return self.state.best not in progress.epochs[-config.patience :]
 
     def train_epoch(self) -> None:
         """Take the optimizer steps of the current epoch that are not done yet, up to the next
