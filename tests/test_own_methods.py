@@ -497,5 +497,5 @@ def test_patience_counts_evaluations_and_ends_within_an_epoch(tmp_path):
     assert [each.step for each in trainer.state.progress.epochs] == [2, 4, 6]
     resumed = new_trainer(new_run(tmp_path), **config)
     resumed.checkpoints.resume()
-    assert resumed.is_done
+    assert resumed.state.is_done
     assert resumed.checkpoints.load_model_state().step == 2

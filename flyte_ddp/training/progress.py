@@ -42,6 +42,19 @@ class Progress:
     # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
     _lines: str = ""
 
+    def find_end(self, num_batches: int, interval: int) -> int:
+        """Return the batch before which the next evaluation is due.
+
+        Args:
+            num_batches: of an epoch.
+            interval: steps between two evaluations; 0 for one after each epoch.
+        """
+        if not interval:
+            return num_batches
+        evaluated = self.epochs[-1].step if self.epochs else 0
+        left = evaluated + interval - self.step
+        return min(num_batches, self.batch + max(0, left))
+
     def is_left_out(self, batch: int) -> bool:
         """Return whether the run leaves out a batch of the current epoch."""
         return [self.epoch, batch] in self.left_out

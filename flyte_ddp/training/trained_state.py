@@ -85,6 +85,18 @@ class TrainedState:
         assert best is not None  # there is one
         return best
 
+    @property
+    def is_done(self) -> bool:
+        """True once all epochs are trained, or `patience` of the evaluations were not better than
+        one before.
+        """
+        progress, config = self.progress, self.config
+        if progress.epoch > config.epochs:
+            return True
+        if not (config.patience and progress.epochs):
+            return False
+        return self.best not in progress.epochs[-config.patience :]
+
     def needed_step(self, state: Mapping[str, Any]) -> int:
         """Return the step of the checkpoint to which a run from `state` will go back at its end; 0
         for none.

@@ -77,37 +77,25 @@ class Trainer:
         """
         if self.checkpoints.best_is_unsaved:
             self.checkpoints.save(best=True)
-        while not self.is_done:
+        while not self.state.is_done:
             try:
                 self.train_epoch()
             except Rewound:
                 continue
             finished = self.measure_epoch()
             is_best = finished is self.state.best
-            if is_best or finished.share == 1 or self.is_done:
+            if is_best or finished.share == 1 or self.state.is_done:
                 self.checkpoints.save(is_best)
         self.checkpoints.store.queue.has_finished = True
         self.session.saver.wait()
         return self.state.progress
-
-    @property
-    def is_done(self) -> bool:
-        """True once all epochs are trained, or `patience` of the evaluations were not better than
-        one before.
-        """
-        progress, config = self.state.progress, self.parallelism.config
-        if progress.epoch > config.epochs:
-            return True
-        if not (config.patience and progress.epochs):
-            return False
-        return self.state.best not in progress.epochs[-config.patience :]
 
     def train_epoch(self) -> None:
         """Take the optimizer steps of the current epoch that are not done yet, up to the next
         evaluation.
         """
         progress, shards = self.state.progress, self.shards()
-        end = self._find_end(len(shards))
+        end = progress.find_end(len(shards), self.parallelism.config.evaluation_interval)
         batches = self._read(shards, end)
         self.measures.begin()
         self.replica.train()
@@ -194,15 +182,6 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         """Return whether a step is reported; `step` counts from 1."""
         return step % self.parallelism.config.log_interval == 0 or step == 1
-
-    def _find_end(self, num_batches: int) -> int:
-        """Return the batch before which the next evaluation is due."""
-        progress, interval = self.state.progress, self.parallelism.config.evaluation_interval
-        if not interval:
-            return num_batches
-        evaluated = progress.epochs[-1].step if progress.epochs else 0
-        left = evaluated + interval - progress.step
-        return min(num_batches, progress.batch + max(0, left))
 
     def shards(self) -> EpochShards:
         """Return this rank's shards of the current epoch."""
