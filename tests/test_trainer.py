@@ -353,7 +353,7 @@ def test_other_errors_and_batches_that_cannot_be_split_further_are_not_restarted
     oom = RankFailure("rank 0 failed", 0, "exception", "OutOfMemoryError: CUDA out of memory")
 
     assert type(torch.cuda.OutOfMemoryError("")).__name__ == oom.error_name
-    assert program.with_smaller_batches(oom, 2).batch.num_parts == 2
+    assert program.with_smaller_batches(oom, 2).needs.batch.num_parts == 2
     assert program.with_smaller_batches(oom, 4) is None
     assert program.with_smaller_batches(RankFailure("", 0, "signal", "SIGKILL"), 2) is None
     assert (
