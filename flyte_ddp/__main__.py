@@ -26,8 +26,8 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.observers.streams import open_standard_streams, print_line
 
-# The function of each command, which gets the arguments after its name and returns the exit status
-# or the text to print; and its line in the help.
+# Each command's function and its line in the help. The function takes the arguments after the
+# command's name, and returns the exit status or the text to print.
 COMMANDS = {
     "train": (
         "flyte_ddp.launch.train_options:main",
@@ -88,16 +88,16 @@ COMMANDS = {
     "mlflow": ("flyte_ddp.observers.mlflow:main", "upload a run's history to MLflow"),
 }
 
-# Words of `train` by which its ranks import more than torch, or run elsewhere, or not at all.
+# Words of `train` that make its ranks import more than torch, run elsewhere, or not run at all.
 OTHER_RANKS = re.compile(r"text|-h|--(help|config|cluster|nnodes|compile|parallel).*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for a mistake of the user's, 1 for another
-    error.
-    """
+    """Run a command and return its exit status: 2 for a user's mistake, 1 for another error."""
     open_standard_streams()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
     if arguments[:1] in (["--version"], ["-V"]):
         return print_result(describe_version())
     if not arguments or arguments[0] not in COMMANDS:
@@ -110,9 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return print_result(parser.format_help().rstrip())
         parser.parse_args(arguments)  # exits with an error
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for recipes; `python -m` has it
+        sys.path.append(os.getcwd())  # for recipes, as under `python -m`
     if arguments[0] == "train" and not any(map(OTHER_RANKS.fullmatch, arguments)):
-        # its ranks import torch while this process imports the rest
+        # The ranks import torch while this process imports the rest.
         pkgutil.resolve_name("flyte_ddp.launch.agent.rank_start:start_server")(("torch",))
     try:
         ended = pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:])
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_result(text: str) -> int:
-    """Print what a command returns, and return its exit status."""
+    """Print the text that a command returned, and return the exit status."""
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()

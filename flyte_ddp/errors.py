@@ -1,7 +1,8 @@
-"""Every exception that crosses a room: who reports one need not import the room that raises it.
+"""Every exception that crosses a package boundary. The code that reports an exception need not
+import the package that raises it.
 
-Pickle makes an error of its message alone and sets its attributes after that, so these have
-defaults.
+Pickle creates an exception from its message alone and sets the attributes later. So all parameters
+have defaults.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ logger = logging.getLogger(__name__)
 def log_failures(
     what: str, logged: set[str] | None = None, others: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Log an error of the block in one line instead of raising it: what is only shown never ends a
+    """Log an error of the block in one line instead of raising it. Output for people never ends a
     run.
 
     Args:
-        logged: what has failed before, and is not logged again. A failure is added to it.
+        what: name of the output, for the line.
+        logged: outputs that have failed before. They are not logged again. A failure is added.
         others: kinds of errors besides `Exception`: SystemExit, where a user's code is called.
     """
     kinds: tuple[type[BaseException], ...] = (Exception, *others)
@@ -41,9 +43,11 @@ def log_failures(
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the class and the message of `error`, whatever they hold."""
+    """Return the class and the message of `error` in one line."""
     text = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
-    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]} ..."
+    if len(text) > MAX_REASON:
+        text = f"{text[:MAX_REASON]} ..."
+    return text
 
 
 class ConfigError(ValueError):
@@ -66,7 +70,7 @@ class StorageUnavailable(RuntimeError):
     """The store cannot be reached for now. The same work may succeed later.
 
     Attributes:
-        is_full: it is a disk without space.
+        is_full: the store is a disk without space.
     """
 
     def __init__(self, message: str = "", is_full: bool = False) -> None:
@@ -87,9 +91,9 @@ class ProgramError(RuntimeError):
 
 
 class StopRequested(BaseException):
-    """The agent wanted the run to end early. What was done so far is in a checkpoint.
+    """The agent wanted the run to end early. The work so far is in a checkpoint.
 
-    No `Exception`, so that no program catches it as one of its own errors.
+    It is no `Exception`, so that no program catches it as one of its own errors.
     """
 
 
@@ -97,7 +101,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is damaged."""
 
 
-OUT_OF_MEMORY = "OOMKilled"  # as Kubernetes calls it
+OUT_OF_MEMORY = "OOMKilled"  # Kubernetes' name for the reason
 
 
 class FailureKind(str, enum.Enum):
@@ -114,14 +118,14 @@ class RankFailure(RuntimeError):
     """A rank ended the run: with an exception, by a signal, or because nothing moved any more.
 
     Attributes:
-        rank: of the whole gang; -1 where no single one is to blame (a stall).
-        kind: how; never LOST.
+        rank: number in the whole gang; -1 where no single rank is to blame (a stall).
+        kind: how the rank ended the run; never LOST.
         cause: the exception's class name and message, or the signal's name: equal for the same bug
             in two attempts. OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
         details: further values: the `place` of a crash in the user's code; the `sizes` that gloo
             found to differ.
-        timestamp: when it was noticed, in seconds since the epoch.
+        timestamp: when the failure was noticed, in seconds since the epoch.
     """
 
     def __init__(
@@ -148,8 +152,8 @@ class RankFailure(RuntimeError):
 
     @property
     def is_user_error(self) -> bool:
-        """Only a change of the input or of the program helps; the message is one line that explains
-        it.
+        """Whether only a change of the input or of the program helps. The message is then one line
+        that explains the failure.
         """
         kind = globals().get(self.error_name)  # the class has crossed processes by its name
         return isinstance(kind, type) and issubclass(
@@ -158,16 +162,16 @@ class RankFailure(RuntimeError):
 
 
 class OutOfMemory(ConfigError):
-    """The kernel killed the ranks twice for lack of memory, without progress in between: more
-    attempts end alike.
+    """The kernel killed the ranks twice for lack of memory, without progress in between. Further
+    attempts would end in the same way.
     """
 
 
 class TrainingStopped(RuntimeError):
-    """The run was stopped early. Its last checkpoint has what was done.
+    """The run was stopped early. Its last checkpoint contains the work so far.
 
     Attributes:
-        reason: the name of the signal, or what else asked for it; the message begins with it.
+        reason: the name of the signal, or another reason for the stop. The message begins with it.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -179,7 +183,8 @@ class NodeLost(RuntimeError):
     """A node died, fell silent or could not run its ranks: another attempt may well succeed.
 
     Attributes:
-        worker: the name of its worker; "" for a silent one, whose pod's log cannot be read either.
+        worker: the name of its worker; "" for a silent worker, because its pod's log cannot be read
+            either.
         cause: the reason: OUT_OF_MEMORY, or "" for any other.
     """
 
@@ -205,13 +210,11 @@ class WorkersLost(GangLost):
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not come up, or could not be reached. The message names what it waited
-    for.
-    """
+    """The cluster did not come up, or could not be reached. The message names the missing part."""
 
 
 class PreflightError(ConfigError):
-    """All that was found, one finding per line."""
+    """The cluster cannot be started. The message lists all findings, one per line."""
 
     def __init__(self, findings: list[str]) -> None:
         super().__init__(
@@ -221,7 +224,7 @@ class PreflightError(ConfigError):
 
 
 class SweepFailed(RuntimeError):
-    """Not one model could be trained to its end. The message has the error of each.
+    """No model could be trained to its end. The message contains the error of each model.
 
     Attributes:
         may_succeed: whether workers were lost, so that the same sweep may end better another time.
@@ -237,7 +240,7 @@ class ChampionError(RuntimeError):
 
 
 class NoChampion(ChampionError):
-    """None has been promoted yet."""
+    """No model has been promoted yet."""
 
 
 class ChampionChanged(RuntimeError):

@@ -45,30 +45,29 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
     """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0
     writes.
 
-    A state with DTensors, such as `torch.distributed.checkpoint.state_dict` returns of a model that
-    is split over the ranks, is saved by all of them: each calls it, and writes the part that it
-    has. None is gathered. What is not split is rank 0's. Stages of a pipeline, which have other
-    values under the same keys, are refused.
+    A state with DTensors comes from a model that is split over the ranks, for example by
+    `torch.distributed.checkpoint.state_dict`. All ranks save it: each rank calls `save`, and writes
+    its own part. No tensor is gathered. Rank 0 writes the values that are not split. Stages of a
+    pipeline have different values under the same keys, and are refused.
 
-    `state` is copied before this returns and written in the background: tensors and plain values,
-    nested in dicts, lists, tuples and sets. It is complete or not there at all, and checksummed.
-    The newest ones stay: an earlier step that is saved after later ones replaces them. `load`
-    returns what was saved last, but NumPy's scalars as Python's numbers,
-    its arrays as tensors (`.numpy()` makes arrays of them), and other mappings as dicts.
+    `state` contains tensors and plain values, nested in dicts, lists, tuples and sets. It is copied
+    before this returns, and written in the background. A checkpoint has a checksum. It is complete
+    or does not exist. The newest checkpoints stay. An earlier step that is saved after later steps
+    replaces them. `load` returns the last saved state. In it, NumPy's scalars are Python's numbers,
+    NumPy's arrays are tensors (`.numpy()` converts them back), and other mappings are dicts.
 
     Args:
-        in_memory: keep it in the memory of this node and of one other alone, to save more often
-            than a store allows, such as at every step. It outlives ranks that are killed and the
-            loss of a node, but not the run: it does not count when the run is asked to stop, so
-            save without it then. `load` of the next attempt finds it if the store has nothing as
-            new. It is left out while the one before is still on its way to the other node. Where it
-            does not fit, a line says so, and none is kept.
+        in_memory: keep the state only in the memory of this node and one other node. So a run can
+            save more often than a store allows, such as at every step. The state outlives killed
+            ranks and the loss of a node, but not the run. So save without `in_memory` when the run
+            is asked to stop. `load` of the next attempt finds the state if the store has no newer
+            one. A save is left out while the previous state is still on its way to the other node.
+            If the state does not fit, a line says so, and no state is kept in memory.
 
     Raises:
-        ConfigError: `state` holds something that could not be read back, such as an object of a
-            class of yours. The message has its place and its type. Or a split state is not saved by
-            all ranks, with the same keys. Or one is saved after a whole one in memory, or a whole
-            one after it.
+        ConfigError: `state` contains a value that could not be read back, such as an object of your
+            own class. The message names its place and type. Or not all ranks save a split state
+            with the same keys. Or a split state follows a whole state in memory, or the reverse.
         StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """
@@ -80,20 +79,22 @@ def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the newest complete checkpoint, in memory or in the store; None in a new run. For all
     ranks together.
 
-    What was saved before in this attempt counts: it is waited for.
+    A state that was saved earlier in this attempt counts: `load` waits until it is written.
 
     Args:
-        into: a state with the same keys. Its tensors are filled in place and are those that are
-            returned. A split one gets this rank's part, whatever the number of ranks and the mesh
-            were that saved it: so no rank ever holds the whole. Without it tensors are whole and on
-            the CPU, those that were split as well.
+        into: a state with the same keys. Its tensors are filled in place and returned. A split
+            tensor gets this rank's part, whatever the number of ranks and the mesh were at the
+            save. So no rank ever holds the whole tensor. Without `into`, all tensors are whole and
+            on the CPU.
 
     Raises:
         ConfigError: `into` has other keys or shapes than the checkpoint, or types that cannot hold
             all its values.
-        StorageUnavailable, StorageDenied: what is there could not be found out.
+        StorageUnavailable, StorageDenied: the store could not be read.
     """
-    return _current.saver.load(into) if _current else None
+    if _current is None:
+        return None
+    return _current.saver.load(into)
 
 
 def batches(
@@ -108,42 +109,44 @@ def batches(
     num_samples: Callable[[Any], int] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Batches:
-    """Return this rank's part of each global batch of an epoch, and its mean loss's weight. For all
-    ranks together.
+    """Return this rank's part of each global batch of an epoch, and its mean loss's weight. All
+    ranks call it.
 
         for batch, weight in session.batches(data, 64, epoch):
             loss = weight * functional.cross_entropy(model(batch[0]), batch[1])
 
-    Every sample is in one batch of one rank, and which ones share a batch does not depend on the
-    number of ranks. DDP and FSDP average gradients over the ranks, so with the weight the gradient
-    is that of the whole batch's mean also where a batch does not divide evenly. All ranks get as
-    many batches: one for which no sample is left gets another's, with weight 0. A sample's random
-    augmentation is drawn by seed, epoch and sample. So it is under torchrun too.
+    Every sample is in one batch of one rank. The number of ranks does not change which samples
+    share a batch. DDP and FSDP average gradients over the ranks. With the weight, the average is
+    the gradient of the mean loss of the whole batch, even where the batch does not divide evenly.
+    All ranks get the same number of batches. A rank without a sample gets another rank's sample,
+    with weight 0. A sample's random augmentation is drawn by seed, epoch and sample. All this holds
+    under torchrun too.
 
-    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it
-    yield nothing. `epochs` begins at it. `save` notes the batch that the loop is at, so call it
-    after the optimizer's step. A loop that is left before its end has ended its epoch, unless
-    `stop_requested` was true, or the same loop is opened again.
+    After `load`, an epoch continues after the saved batches, and earlier epochs yield nothing.
+    `epochs` begins at the epoch that continues. `save` notes the current batch of the loop, so call
+    it after the optimizer's step. Leaving the loop early ends its epoch, unless `stop_requested`
+    was true, or the same loop is opened again.
 
-    What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader`
+    The result is an IterableDataset. Loop over it, or pass it to torchdata's `StatefulDataLoader`
     with `batch_size=None`.
 
     Args:
-        dataset: with a length and items; or an iterable, of which every rank reads all samples and
-            keeps its own, in the iterable's order. Its `set_epoch` is called, and its random draws
-            are seeded by seed and epoch. `flyte_ddp.data.Shards` have an order of their own, for
-            which each rank fetches few files.
-        epoch: counts passes over the training data. None for other data, such as held-out ones:
+        dataset: a data set with a length and items, or an iterable. Every rank reads all samples of
+            an iterable and keeps its own, in the iterable's order. The iterable's `set_epoch` is
+            called, and its random draws are seeded by seed and epoch. `flyte_ddp.data.Shards` have
+            an order of their own, so that each rank fetches few files.
+        epoch: counts passes over the training data. None for other data, such as held-out data:
             they are in their own order, and begin at the start.
-        shuffle: draws an order for each epoch; else it is that of the data, as for an iterable.
-        seed: of the order and of augmentation.
+        shuffle: draws a new order for each epoch. Without it, and for an iterable, the order is the
+            order of the data.
+        seed: seed of the order and of augmentation.
         num_workers: loader processes of this rank; at most 1 for an iterable.
         collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the
-            samples are. It may leave samples out, and return None where it keeps none: then another
-            sample stands in for them, with weight 0. Where the data have a length, what it draws is
-            seeded by its last sample.
-        num_samples: returns how many samples are in a batch, where `collate_fn` leaves some out.
-            The weight then counts these alone.
+            samples are. It may leave samples out, and return None if it keeps none. Then another
+            sample stands in for them, with weight 0. If the data have a length, its random draws
+            are seeded by its last sample.
+        num_samples: returns the number of samples in a batch if `collate_fn` leaves some out. The
+            weight then counts only the samples in the batch.
         mesh: the ranks that share the samples, by default all: with tensor parallelism the part of
             the device mesh that `fully_shard` or DDP gets, because the ranks of a tensor-parallel
             group need the same samples.
@@ -151,8 +154,8 @@ def batches(
     Raises:
         ConfigError: `global_batch_size` is smaller than the number of ranks that share it;
             `num_samples` returns fewer than 1 or more than there were; the
-            length of the data, `shuffle` or `seed` are not those that the checkpoint was written
-            with; an iterable ends before the checkpoint.
+            length of the data, `shuffle` or `seed` differs from the checkpoint; an iterable ends
+            before the checkpoint.
     """
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
@@ -168,22 +171,24 @@ def batches(
 
 
 def epochs(num_epochs: int) -> range:
-    """Return the epochs from 0 to `num_epochs` of a loop around `batches`, after `load` those that
-    are left.
+    """Return the epochs from 0 to `num_epochs` of a loop around `batches`. After `load`, only the
+    remaining epochs.
 
-    An epoch whose last batch was saved in the loop over its batches is one of them, with no batch
-    left: what the function does at its end is still to be done. It is not if the function saves
-    again after that.
+    If the last batch of an epoch was saved inside the loop over its batches, the epoch remains,
+    with no batch left. So the function can still do its work at the end of the epoch. If the
+    function saves again after that loop, the epoch no longer remains.
     """
-    return _current.position.epochs(num_epochs) if _current else range(num_epochs)
+    if _current is None:
+        return range(num_epochs)
+    return _current.position.epochs(num_epochs)
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
     """Report progress and metrics: for the progress bar, the history, the report and W&B.
 
-    Each rank may report other names, and waits for no other. Rank 0's are the run's figures. Those
-    of the others, which travel once a second, are in the history with their rank; the report has
-    their mean and range.
+    Each rank may report different names, and waits for no other rank. The values of rank 0 are the
+    run's figures. The values of the other ranks are sent once a second. The history contains them
+    with their rank, and the report shows their mean and range.
 
     Every rank's call is a heartbeat: after the first one, a run in which no rank reports for
     `stall_timeout` seconds is ended, with the rank that the others wait for and the stacks.
@@ -203,16 +208,16 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
 def show(name: str, picture: Any) -> None:
     """Show a picture in the run's report, the newest of each name, and in W&B or TensorBoard.
 
-    Rank 0's is shown, and the other ranks' calls do nothing. What needs more than 1024 pixels or
-    256 KiB is made smaller. A recipe calls it in `on_step` or `on_epoch`.
+    Only rank 0's picture is shown. A picture of more than 1024 pixels or 256 KiB is made smaller. A
+    recipe calls this in `on_step` or `on_epoch`.
 
     Args:
-        name: of at most 100 characters.
+        name: name of the picture, of at most 100 characters.
         picture: a figure of matplotlib, an image of PIL, or an array or tensor of (H, W), (H, W, C)
             or (C, H, W) with C of 1, 3 or 4: bytes, or floats in [0, 1].
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `picture` has another type or shape.
     """
     if _current:
         _current.reporter.show(name, picture)
@@ -221,17 +226,17 @@ def show(name: str, picture: Any) -> None:
 def submit_result(path: str, data: str | bytes) -> None:
     """Send a file of this rank to where the run was started, into `results` of `flyte_ddp.run`.
 
-    It is there whole or not at all, before the run ends; what was sent before this rank is killed
-    as well. The latest under a path stays, of a restart also over what the ranks before it have
-    sent. The call waits only while many files of this rank have not arrived. Without `results`
-    nothing is kept.
+    The file arrives whole or not at all, before the run ends, even if this rank is killed after the
+    call. A later file replaces an earlier one with the same path, even from before a restart. The
+    call waits only while many files of this rank have not arrived. Without `results` no file is
+    kept.
 
     Args:
-        path: of the file below the directory, such as "rank-1/losses.json".
+        path: path of the file below the directory, such as "rank-1/losses.json".
         data: at most 64 MiB; text is stored as UTF-8.
 
     Raises:
-        ConfigError: the path is none of a file below a directory, or the data are something else.
+        ConfigError: `path` names no file below the directory, or `data` has another type or size.
     """
     if _current:
         _current.files.submit(path, data)
@@ -246,13 +251,13 @@ def is_in_run() -> bool:
 
 
 def make_current(session: Session) -> None:
-    """Replace the functions and names of this module by those of `session`, in this process."""
+    """Let the functions and names of this module use `session`, in this process."""
     global _current
     _current = session
 
 
 def current() -> Session:
-    """Return the session of this process, which is one of a rank."""
+    """Return the session of this process, which must be a rank."""
     assert _current is not None
     return _current
 

@@ -24,7 +24,7 @@ from flyte_ddp.config.background import call_in_background
 
 T = TypeVar("T")
 
-MAX_PATIENCE = 1.0  # seconds between two times that the ranks ask each other whether all are done
+MAX_PATIENCE = 1.0  # most seconds between two questions of the ranks whether all are done
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class World:
     """A rank's position: `rank` of `world_size` in all, and the device it computes on.
 
     Args:
-        group: of the ranks; None for the process group of all.
+        group: process group of the ranks; None for the group of all.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class World:
     group: Any = None
 
     def __post_init__(self) -> None:
-        # Tensors on it have a device with a number, which this one does not equal.
+        # Tensors on the GPU have a device with a number. `cuda` without a number does not equal it.
         if self.device == torch.device("cuda"):
             object.__setattr__(self, "device", torch.device("cuda", torch.cuda.current_device()))
 
@@ -68,9 +68,9 @@ class World:
 
     def all_gather(self, value: float) -> list[float]:
         """Return every rank's `value`, in the order of the ranks. One collective."""
-        return self.all_reduce(
-            *(value if rank == self.rank else 0.0 for rank in range(self.world_size))
-        )
+        values = [0.0] * self.world_size
+        values[self.rank] = value
+        return self.all_reduce(*values)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Fill `tensor`, of one shape and type on all ranks, with the values of rank `source`, and
@@ -80,7 +80,7 @@ class World:
         """
         if self.world_size > 1 and tensor.numel():
             contents = tensor.to(self.device).contiguous()
-            # as bytes, because not every type can travel
+            # The tensor travels as bytes, because not every type can.
             dist.broadcast(contents.view(-1).view(torch.uint8), group=self.group, group_src=source)
             if self.rank != source:
                 tensor.copy_(contents)
@@ -101,17 +101,19 @@ class World:
         return torch.load(io.BytesIO(contents.numpy().tobytes()), weights_only=True)
 
     def find_text(self, text: str) -> str:
-        """Return the `text` of the first rank that has one, on every rank; "" if none has. Three
-        collectives at most.
+        """Return on every rank the first `text` that is not empty, in the order of the ranks; "" if
+        all are empty. Three collectives at most.
         """
         has_text = self.all_gather(bool(text))
-        return str(self.broadcast_object(text, has_text.index(1.0))) if any(has_text) else ""
+        if not any(has_text):
+            return ""
+        return str(self.broadcast_object(text, has_text.index(1.0)))
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size} on {self.device}"
 
 
-# what a process without peers, and without a GPU, computes in
+# world of a process without peers and without a GPU
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -164,7 +166,9 @@ class RankNotes:
 
 def single_process_world() -> World:
     """Return the world of a process without peers, on its GPU if it has one."""
-    return World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if torch.cuda.is_available():
+        return World(0, 1, torch.device("cuda"))
+    return ALONE
 
 
 @contextmanager
@@ -181,14 +185,19 @@ def process_group(world: World, backend: str, store: Store, timeout: float) -> I
     behind a timeout.
     """
     if backend == "auto":
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if world.device.type == "cuda":
+            backend = "nccl"
+    device = None
+    if backend == "nccl":
+        device = world.device
     dist.init_process_group(
         backend,
         store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout),
-        device_id=world.device if backend == "nccl" else None,
+        device_id=device,
     )
     yield
     dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """One attempt: the ranks of all nodes, from their common start to their common end.
 
-Knows nothing of restarts: driver.py decides those. Nor what carries its commands and messages: a
-place's `Nodes` do. states.py decides what it does next, causes.py which failure counts.
+Knows nothing of restarts, which driver.py decides. Does not know how its commands and messages
+travel: the `Nodes` of a place carry them. states.py decides the next state, and causes.py chooses
+the failure that counts.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class Attempt:
     emit: Callable[[events.Event], None]
     relay: Callable[[str], None]
     stop: StopRequest
-    shows_nodes: bool = False  # a line of a rank's begins with its node
-    # takes a file that a rank has submitted away from its node; None where none are wanted
+    shows_nodes: bool = False  # each line of a rank begins with its node
+    # takes a file that a rank has submitted from its node; None where no files are wanted
     take_result: Callable[[Nodes, Node, Submitted], None] | None = None
 
     state: State = field(default_factory=Starting)
-    step: int = 0  # that the gang has reached
-    progress_at: float = field(default_factory=time.monotonic)  # when it did
+    step: int = 0  # latest step of the gang
+    progress_at: float = field(default_factory=time.monotonic)  # time of that step
 
     def __post_init__(self) -> None:
         self.paces = PaceWatch(self.nodes.world_size, self.emit)
@@ -72,15 +73,14 @@ class Attempt:
         self.failures = Failures(self.nodes.nodes)
 
     def train(self, job: Job, num_restarts: int) -> bool:
-        """Run the gang to its end. When this returns or raises, no rank runs on a node that can be
-        reached.
+        """Run the gang to its end. After that, no rank runs on a node that can be reached.
 
         Returns:
             True if the run is finished; False if the gang has ended, after a checkpoint, to start
             again larger, or without the nodes that leave.
 
         Raises:
-            RankFailure: a rank failed; as far as can be known it is the cause, not a consequence.
+            RankFailure: a rank failed. As far as is known, it is the cause and not a consequence.
             NodeLost: a node is gone, or could not run its ranks.
             TrainingStopped: the run was stopped.
         """
@@ -141,22 +141,25 @@ class Attempt:
 
     @property
     def departures(self) -> list[Departure]:
-        """The announcements of nodes that they go away."""
+        """The announced departures of nodes."""
         return [node.departure for node in self.nodes.nodes if node.departure]
 
     @property
     def reason(self) -> str:
-        """Why a gang that nothing has failed in ends."""
-        after = self.state.after if isinstance(self.state, (Killing, Ended)) else None
-        return after.reason if after else ""
+        """The reason why a gang without a failure ends; "" if there is none."""
+        if isinstance(self.state, (Killing, Ended)) and self.state.after:
+            return self.state.after.reason
+        return ""
 
     def in_memory(self) -> tuple[int, str]:
-        """Return the step of the newest state that is left in memory to go on from, and where it
-        is; 0 for none.
+        """Return the step of the newest complete state in memory, and the name of its place; 0 if
+        there is none.
         """
-        places: dict[tuple[int, ...], dict[int, int]] = {}  # the node of each part, by the state
+        places: dict[tuple[int, ...], dict[int, int]] = {}  # node of each part, for each state
         for node in self.nodes.nodes:
-            for *state, number, num_parts in node.end.parts if node.end else ():
+            if node.end is None:
+                continue
+            for *state, number, num_parts in node.end.parts:
                 places.setdefault((*state, num_parts), {}).setdefault(number, node.index)
         found = [
             (attempt, turn, step, [*of.values()])
@@ -188,7 +191,9 @@ class Attempt:
                 case Submitted() if self.take_result:
                     self.take_result(self.nodes, node, message)
                 case Lines(lines):
-                    prefix = f"[node {node.index}] " if self.shows_nodes else ""
+                    prefix = ""
+                    if self.shows_nodes:
+                        prefix = f"[node {node.index}] "
                     for line in lines:
                         self.relay(f"{prefix}{line}")
                 case Failed(failure) if node.outcome is None:
@@ -201,7 +206,7 @@ class Attempt:
     def _note_end(self, node: Node, end: End) -> None:
         node.end = end
         if end.outcome is Outcome.KILLED and isinstance(self.state, (Starting, Running)):
-            self._note_failure(node, NodeLost(end.how))  # its agent has lost this driver
+            self._note_failure(node, NodeLost(end.how))  # the agent has lost this driver
 
     def _note_step(self, step: int) -> None:
         if step > self.step:
@@ -217,7 +222,9 @@ class Attempt:
                 f"nodes did not end in time after they were asked to, because {self.reason}"
             )
         cause = self.failures.explain()
-        return cause if self.departures else self.nodes.explain(cause)
+        if self.departures:
+            return cause
+        return self.nodes.explain(cause)
 
     def _make_stopped(self) -> TrainingStopped:
         assert isinstance(self.state, Ended)
@@ -227,6 +234,6 @@ class Attempt:
         elif self.stop.is_urgent or not {Outcome.KILLED, None}.isdisjoint(self.state.outcomes):
             how = f"the ranks were killed {at}"
         else:
-            told = [node.end.how for node in self.nodes.nodes if node.end and node.end.how]
-            how = told[0] if told else f"the run was stopped {at}"
+            reports = [node.end.how for node in self.nodes.nodes if node.end and node.end.how]
+            how = next(iter(reports), f"the run was stopped {at}")
         return TrainingStopped(f"{reason}: {how}", reason)

@@ -63,11 +63,11 @@ class Place(Protocol):
     """The machines of a run: this one, or a cluster.
 
     Attributes:
-        max_restarts: of the gang, that count.
-        larger_memory: the setting that limits the memory of the ranks, and what it should be;
-            begins an error.
-        notice_seconds: for a last checkpoint, from the notice that a node has to go.
-        is_cluster: its nodes are waited for, and a line of a rank's begins with its node.
+        max_restarts: the number of counted restarts of the gang.
+        larger_memory: the setting that limits the memory of the ranks, and its better value. The
+            text begins an error.
+        notice_seconds: the time for a last checkpoint, from the notice that a node has to go.
+        is_cluster: the driver waits for nodes, and each line of a rank begins with its node.
     """
 
     max_restarts: int
@@ -76,18 +76,18 @@ class Place(Protocol):
     is_cluster: bool
 
     def check(self, job: Job) -> None:
-        """Raise ConfigError for what cannot run here. Called before anything is started."""
+        """Raise ConfigError if the job cannot run here. Called before anything is started."""
 
     def gather(self, run: Run, previous: Ended | None) -> Nodes:
-        """Return the nodes of the next attempt, waiting for them. `previous` is how the one before
-        it ended.
+        """Wait for the nodes of the next attempt, and return them. `previous` is the end of the
+        attempt before it.
 
         Raises:
-            ClusterError, WorkersLost after a failure: there are too few of them in time.
+            ClusterError: there are too few nodes in time. WorkersLost after a failure.
         """
 
     def close(self, run: Run) -> None:
-        """Remove what the run has left on the nodes. Does not raise."""
+        """Remove the files and processes of the run from the nodes. Does not raise."""
 
 
 @redact_errors()
@@ -102,26 +102,26 @@ def run(
     results: Destination | None = None,
     state: events.RunState | None = None,
 ) -> events.RunState:
-    """Run the program of `job` in ranks at `place`, start to end; return the state that its events
-    fold to.
+    """Run the program of `job` in ranks at `place`, start to end. Return the state that the events
+    add up to.
 
     Args:
-        job: its checkpoints must be where every node reaches them.
+        job: the run. Every node must reach its checkpoints.
         data: returns the local directory of the prepared data. Called while the ranks start, or the
-            nodes are gathered. None where none are needed.
+            nodes are gathered. None if the program needs no data.
         listeners: receive every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints; standard error by default.
         stop: ends the run early when set; by default SIGINT and SIGTERM do.
-        earlier_failure: how the attempt of an earlier process ended, which that process could not
-            tell.
-        results: get the files that ranks submit, see `Results`; all have arrived when this returns
-            or raises.
-        state: the events are folded into it, also those of a run that fails; by default a new one
-            that keeps no reports.
+        earlier_failure: the failure of an attempt in an earlier process. That process could not
+            report it.
+        results: the destination of the files that ranks submit, see `Results`. All files have
+            arrived when this returns or raises.
+        state: receives all events, even if the run fails; by default a new state that keeps no
+            reports.
 
     Raises:
-        ConfigError: before any rank is started, also if the checkpoints belong to another run;
-            OutOfMemory also later.
+        ConfigError: before any rank is started, also if the checkpoints belong to another run.
+            OutOfMemory, a ConfigError, is also possible later.
         ClusterError: the nodes did not come in time.
         RankFailure: a rank failed in a way that another attempt would repeat, or without a restart
             left.
@@ -143,16 +143,15 @@ def run(
             raise ConfigError(program.missing_state)
         dispatcher = stack.enter_context(Dispatcher(listeners, state))
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
-        own = Run(
-            f"training-{uuid.uuid4().hex[:12]}",
-            place,
-            job,
-            storage,
-            stop,
-            dispatcher.emit,
-            lambda line: show(redact_url(line)),
-            call_in_background(data) if data else None,
-        )
+        prepared = None
+        if data:
+            prepared = call_in_background(data)
+        name = f"training-{uuid.uuid4().hex[:12]}"
+
+        def show_line(line: str) -> None:
+            show(redact_url(line))
+
+        own = Run(name, place, job, storage, stop, dispatcher.emit, show_line, prepared)
         stack.callback(place.close, own)
         if results is not None:
             own.results = Results(results)
@@ -175,7 +174,9 @@ def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage]]:
         The job with its owner, and the store. Raises as `run`.
     """
     program = job.program
-    name = "output" if job.output else "checkpoints"
+    name = "checkpoints"
+    if job.output:
+        name = "output"
     storage = Storage(job.checkpoints, name, program.needs.store_timeout)
     storage.check_access()
     if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
@@ -188,26 +189,26 @@ def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage]]:
 
 @dataclass
 class Run:
-    """A run: attempt after attempt, until one succeeds or another would be of no use."""
+    """A run: attempt after attempt, until an attempt succeeds or no other attempt can help."""
 
-    name: str  # unique
+    name: str  # unique name
     place: Place
-    job: Job  # as it is now: a restart may have changed its program
-    storage: Storage | None  # of the checkpoints; None for a run that keeps none
+    job: Job  # current job: a restart may have changed its program
+    storage: Storage | None  # store of the checkpoints; None for a run without checkpoints
     stop: StopRequest
     emit: Callable[[events.Event], None]
     relay: Callable[[str], None]
-    # local directory of the prepared data; None where none are needed
+    # local directory of the prepared data; None if the program needs no data
     prepared: concurrent.futures.Future[str] | None
-    results: Results | None = None  # get the files that ranks submit
+    results: Results | None = None  # receives the files that ranks submit
     num_attempts: int = 0
-    before: Before = field(default_factory=Before)  # what has happened up to the latest attempt
+    before: Before = field(default_factory=Before)  # the run up to the latest attempt
 
     def __post_init__(self) -> None:
         self.stored = StoredSteps(self.storage is not None, self.job.is_kept)
 
     def check_stop(self) -> None:
-        """Raise TrainingStopped if the run is to end. For while no rank runs."""
+        """Raise TrainingStopped if the run is to end. Called only while no rank runs."""
         if self.stop.is_set():
             if self.storage:
                 self.storage.stop.set()
@@ -217,7 +218,7 @@ class Run:
             )
 
     def wait_for(self, future: concurrent.futures.Future[T]) -> T:
-        """Return the result of `future`. Raises as it, and as `check_stop`."""
+        """Return the result of `future`. Raises the error of `future`, or as `check_stop`."""
         while not concurrent.futures.wait([future], timeout=POLL_INTERVAL).done:
             self.check_stop()
         return future.result()
@@ -235,18 +236,28 @@ class Run:
                     return
             except (RankFailure, NodeLost) as error:
                 failure = error
-            self.emit(attempt.ended(first_line(failure) if failure else attempt.reason))
+            reason = attempt.reason
+            if failure:
+                reason = first_line(failure)
+            self.emit(attempt.ended(reason))
             if failure and self.prepared and self.prepared.done() and self.prepared.exception():
-                self.prepared.result()  # raises the caller's own, which a node could only report
+                self.prepared.result()  # raises the caller's own error; a node only reported it
             ended = self._go_on(attempt, failure)
 
     def _begin(self, ended: Ended | None) -> Attempt:
-        """Return the next attempt, on nodes that are waited for. The last one has `ended` so."""
+        """Wait for nodes, and return the next attempt on them.
+
+        Args:
+            ended: the end of the last attempt; None before the first.
+        """
         is_cluster = self.place.is_cluster
-        # since then the nodes were started
-        begun = time.time() if self.num_attempts else self.job.launched_at
+        begun = self.job.launched_at  # start of the wait for nodes
+        if self.num_attempts:
+            begun = time.time()
         nodes = self.place.gather(self, ended)
-        waited = time.time() - begun if is_cluster else 0.0
+        waited = 0.0
+        if is_cluster:
+            waited = time.time() - begun
         self.emit(
             events.AttemptStarted(
                 len(nodes.nodes), self.job.launched_at, waited, self.place.notice_seconds
@@ -256,20 +267,23 @@ class Run:
         self.stored.begin_attempt()
         self.job = dataclasses.replace(self.job, launched_at=time.time())
         shows_nodes = is_cluster and self.job.program.shows_ranks
-        take_result = self.results.put if self.results else None
+        take_result = None
+        if self.results:
+            take_result = self.results.put
         return Attempt(nodes, self._take, self.relay, self.stop, shows_nodes, take_result)
 
     def _take(self, event: events.Event) -> None:
-        """Note what an event of an attempt says of the store, and pass it on."""
+        """Note the steps in the store that an event names, and pass the event on."""
         self.emit(self.stored.note(event, self.job.is_in_memory))
 
     def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:
-        """Prepare the attempt that follows one that has ended, and return how that did. Raises if
-        there is none.
+        """Prepare the next attempt, and return the end of the last one. Raises if there is no next
+        attempt.
         """
-        # a state there may lead there again
         ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
-        memory_step, where = (0, "") if ran_out else attempt.in_memory()
+        memory_step, where = 0, ""
+        if not ran_out:  # a state in memory may exhaust the memory again
+            memory_step, where = attempt.in_memory()
         newest_step = self.stored.newest
         kept_step = max(memory_step or -1, newest_step)
         is_announced = bool(attempt.departures)
@@ -279,7 +293,7 @@ class Run:
             is_in_memory |= memory_step == newest_step
         if is_in_memory:
             origin = f"step {memory_step}, from {where}"
-        elif kept_step < 0:  # it ended before it looked
+        elif kept_step < 0:  # the attempt ended before it looked for a checkpoint
             origin = "its last checkpoint, if there is one"
         elif kept_step:
             origin = "its last checkpoint"
@@ -298,8 +312,8 @@ class Run:
         return ended
 
     def _look_back(self, failure: RankFailure) -> None:
-        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
-        of memory. No event tells this process what that one has stored.
+        """Raise OutOfMemory if the attempt of an earlier process was the second to run out of
+        memory. No event tells this process what the earlier one has stored.
         """
         newest_step = -1
         with contextlib.suppress(StorageUnavailable):
@@ -315,15 +329,17 @@ class Run:
         """Add the newest checkpoint in the store to the message."""
         job, step = self.job, self.stored.newest
         if job.checkpoints and job.is_kept:
-            at = f", at step {step}" if step >= 0 else ""
+            at = ""
+            if step >= 0:
+                at = f", at step {step}"
             stopped.args = (
                 f"{stopped}. Its checkpoints are in {redact_url(job.checkpoints)}: the same run "
                 f"resumes there{at}",
             )
 
     def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
-        """Prepare the next attempt and log why there is one, and from where, or raise if there is
-        none.
+        """Prepare the next attempt, and log its reason and its starting point. Raise if there is no
+        next attempt.
         """
         failure, before = ended.failure, self.before
         if ended.has_saved:
@@ -365,26 +381,28 @@ class Run:
     def _note_lack_of_memory(self, ended: Ended, decision: Next | type[Exception]) -> None:
         """Remember from which step an attempt ran out of memory, for the attempts that follow."""
         self.before = dataclasses.replace(self.before, oom_step=ended.resumed_step)
-        is_over = decision is OutOfMemory
-        write_note(self.job.checkpoints, None if is_over else ended.resumed_step)
+        step = None
+        if decision is not OutOfMemory:
+            step = ended.resumed_step
+        write_note(self.job.checkpoints, step)
 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Folds events into a state and passes them to listeners, in a thread, so that a slow one
-    delays neither the run nor its rescue.
+    """Folds events into a state and passes them to listeners, in a thread. So a slow listener does
+    not delay the run or its rescue.
 
-    A context manager: `emit` inside the block; at its end every listener is closed, with the error
-    if there is one, and the state has every event, also where a listener hangs.
+    This is a context manager. Call `emit` inside the block. At its end every listener is closed,
+    with the error if there is one. The state then has every event, even if a listener hangs.
 
     A listener that raises is named in the log and receives no more events: watching a run must not
-    end it. Listeners run with the context variables of the dispatcher's creator, so that a Flyte
-    Deck finds its task.
+    end the run. Listeners run with the context variables of the dispatcher's creator, so that a
+    Flyte Deck finds its task.
     """
 
     listeners: Sequence[events.Listener]
     state: events.RunState = field(default_factory=lambda: events.RunState(keep_reports=False))
-    # the events that are not folded yet; None is the end of the run
+    # events that are not folded yet; None marks the end of the run
     _waiting: deque[events.Event | None] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _commit: str = ""
@@ -421,8 +439,8 @@ class Dispatcher:
             self._changed.notify()
 
     def _fold(self) -> events.Event | None:
-        """Fold the next event, and return it without secrets for the listeners; None if this fails.
-        The caller holds the lock, and has seen that this event is not the end.
+        """Fold the next event, and return it without secrets for the listeners; None if folding
+        fails. The caller holds the lock, and has checked that the event is not the end.
         """
         event = self._waiting.popleft()
         assert event is not None
@@ -460,7 +478,7 @@ class Dispatcher:
 
 
 def _redact(event: events.Event) -> events.Event:
-    """Return `event` without secrets, but with the URLs from which observers fetch the model."""
+    """Return `event` without secrets. The URLs from which observers fetch the model stay."""
     redacted: events.Event = redact_values(event)
     if isinstance(event, events.RunFinished) and isinstance(redacted, events.RunFinished):
         return dataclasses.replace(

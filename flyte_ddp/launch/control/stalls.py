@@ -1,27 +1,27 @@
 """Find out if a gang stands still, and report it: the rank that the others wait for, and the stacks
 that differ.
 
-Pure functions of what the agents have found out about their ranks.
+Pure functions of the reports that the agents send about their ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flyte_ddp.errors import FailureKind, RankFailure
 from flyte_ddp.launch.protocol.failures import find_place, program_failure
 from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
 
-STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
-MAX_FRAMES = 12  # of one of them
+STACK_LINES = 36  # lines for the main threads of all ranks; the log contains all threads
+MAX_FRAMES = 12  # lines for one main thread
 MAX_NAMED = 8  # ranks that a line names one by one
-WAITING = "/torch/distributed/"  # in a frame of a thread that waits for other ranks
+WAITING = "/torch/distributed/"  # part of a frame in a thread that waits for other ranks
 SAME_COLLECTIVES = (
     "All ranks have to enter the same collectives, with tensors of the same size: give each the "
     "same number of batches"
 )
-# What torch's messages say of a program whose ranks call different collectives, and what helps.
+# Texts in torch's messages about ranks that call different collectives, each with a remedy.
 MISTAKES = {
     "Expected to have finished reduction in the prior iteration": (
         "A layer or an output was not used in a step: use all in each, or give "
@@ -29,8 +29,8 @@ MISTAKES = {
     ),
     "Detected mismatch between collectives on ranks": SAME_COLLECTIVES,
 }
-# How lines of a stack begin that say nothing of where the thread is. Another thread may be what
-# collects garbage.
+# Starts of stack lines that do not locate the thread. The garbage may be collected by another
+# thread.
 NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 
 
@@ -38,15 +38,13 @@ NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 class Suspicion:
     """The ranks may wait for one another in vain, so the agents are asked where each is."""
 
-    seconds: float  # for which nothing has moved
-    left: tuple[int, ...] = ()  # ranks that have ended; (): all may stand still
+    seconds: float  # time without progress
+    left: tuple[int, ...] = ()  # ranks that have ended; (): all ranks may stand still
 
 
 @dataclass(frozen=True)
 class Culprits:
-    """The ranks that the others wait for, and a sentence about it; none and "" where that is not
-    known.
-    """
+    """The ranks that the others wait for, and a sentence about the wait; empty if unknown."""
 
     numbers: tuple[int, ...] = ()
     why: str = ""
@@ -57,8 +55,9 @@ def suspect(
 ) -> Suspicion | None:
     """Return why the ranks may stand still, by their nodes' latest beats; None if they do not.
 
-    No rank of a node has made progress, or all but at most one of a function that never reports
-    wait for others, or some have ended and all others wait in collectives.
+    There are three reasons. No rank of a node has made progress. Or a function never reports, and
+    all ranks but at most one wait for others. Or some ranks have ended and all others wait in
+    collectives.
     """
     silence = max(beat.silent_for for beat in beats)
     waits = [each for beat in beats for each in beat.waits]
@@ -89,9 +88,12 @@ def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
     culprits, silent = find_culprits(ranks), [rank.number for rank in ranks if rank.groups is None]
     if silent and not culprits.why:
         culprits = Culprits(tuple(silent), f"{_name_ranks(silent)} did not answer")
-    head = f"{what}: {culprits.why}" if culprits.why else what
-    lines = [head, *_stacks(ranks, set(culprits.numbers))]
-    number = culprits.numbers[0] if len(culprits.numbers) == 1 else -1
+    if culprits.why:
+        what = f"{what}: {culprits.why}"
+    lines = [what, *_stacks(ranks, set(culprits.numbers))]
+    number = -1
+    if len(culprits.numbers) == 1:
+        number = culprits.numbers[0]
     return RankFailure("\n".join(lines), number, FailureKind.STALL, "stall")
 
 
@@ -100,14 +102,12 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
     entered.
     """
     groups = ((group.name, group.ranks) for rank in ranks for group in rank.groups or ())
-    found = [
-        culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(*name, ranks)).why
-    ]
-    # One that waits in another group's collective is waiting for a rank itself.
+    found = [_find_culprits(*name, ranks) for name in dict.fromkeys(groups)]
+    # A culprit that waits in another group's collective is waiting for a rank itself.
     waiting = {rank.number for rank in ranks if rank.pending}
     return min(
-        found,
-        key=lambda each: any(map(waiting.__contains__, each.numbers)),
+        [culprits for culprits in found if culprits.why],
+        key=lambda each: not waiting.isdisjoint(each.numbers),
         default=Culprits(),
     )
 
@@ -115,11 +115,7 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
 def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks of a process group that its other ranks wait for."""
     members = {rank.number: rank for rank in ranks if rank.number in numbers}
-    states: dict[int, Group] = {}  # by the number of the rank
-    for rank in members.values():
-        for group in rank.groups or ():
-            if (group.name, group.ranks) == (name, numbers):
-                states[rank.number] = group
+    states = _find_states(name, numbers, members.values())
     pending = {number: each for number, group in states.items() for each in group.pending[:1]}
     if not pending:
         return Culprits()
@@ -127,10 +123,9 @@ def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[Inspecte
     waiting = {number: each for number, each in pending.items() if each.number == first}
     where = f"collective {first} of {name}"
     what = next(iter(waiting.values())).what
-    # Also one that did not answer, such as a stopped one.
-    absent = [
-        number for number in members if number not in states or states[number].entered < first
-    ]
+    arrived = [number for number, group in states.items() if group.entered >= first]
+    # A rank that did not answer counts as absent, such as a stopped one.
+    absent = [number for number in members if number not in arrived]
     if absent:
         who = _name_ranks(absent)
         node = members[absent[0]].node
@@ -150,9 +145,21 @@ def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[Inspecte
     return Culprits()
 
 
+def _find_states(
+    name: str, numbers: tuple[int, ...], members: Iterable[InspectedRank]
+) -> dict[int, Group]:
+    """Return the process group as each of its members reported it, by the number of the rank."""
+    states: dict[int, Group] = {}
+    for rank in members:
+        for group in rank.groups or ():
+            if (group.name, group.ranks) == (name, numbers):
+                states[rank.number] = group
+    return states
+
+
 def _group_by_kind(waiting: Mapping[int, Collective]) -> dict[str, list[int]]:
-    """Return the ranks by the collective in which they wait. Its size counts where it has to be the
-    same for all.
+    """Return the ranks by the kind of collective in which they wait. The size is part of the kind
+    if it has to be the same for all ranks.
     """
     kinds: dict[str, list[int]] = {}
     for number, each in waiting.items():
@@ -164,18 +171,22 @@ def _group_by_kind(waiting: Mapping[int, Collective]) -> dict[str, list[int]]:
 
 
 def left_failure(ranks: Sequence[InspectedRank], left: Sequence[int]) -> RankFailure | None:
-    """Return the failure of `ranks`, which wait in collectives for ranks that have ended, `left`.
+    """Return the failure of `ranks` that wait in collectives for ended ranks.
+
+    Args:
+        left: the ranks that have ended.
 
     Returns:
-        None if they do not: no group in whose collective they wait has one of `left`, or one of
-            them has gone on.
+        None if `ranks` do not wait for `left`: no collective in which they wait includes a rank of
+            `left`, or one of `ranks` has gone on.
     """
     pending = [
         (group, each) for rank in ranks for group in rank.groups or () for each in group.pending[:1]
     ]
     missing = sorted({number for group, _ in pending for number in group.ranks if number in left})
-    if not pending and ranks and all(any(WAITING in line for line in rank.stack) for rank in ranks):
-        missing = sorted(left)  # they wait for a connection, or for what one of them sends
+    stacks = ["\n".join(rank.stack) for rank in ranks]
+    if not pending and ranks and all(WAITING in stack for stack in stacks):
+        missing = sorted(left)  # the ranks wait for a connection, or to receive a message
     if not missing:
         return None
     named = (f"{each.what} (collective {each.number} of {group.name})" for group, each in pending)
@@ -185,8 +196,10 @@ def left_failure(ranks: Sequence[InspectedRank], left: Sequence[int]) -> RankFai
 
 
 def lost_failure(rank: int, left: Sequence[int], place: str) -> RankFailure:
-    """Return the failure of a rank whose connection was closed by one of those that have ended
-    well, `left`.
+    """Return the failure of a rank that lost its connection to a rank that has ended well.
+
+    Args:
+        left: the ranks that have ended well.
     """
     return program_failure(
         _say_left(left, f"rank {rank} waits for that in a collective", place), left[0]
@@ -194,8 +207,8 @@ def lost_failure(rank: int, left: Sequence[int], place: str) -> RankFailure:
 
 
 def explain(failure: RankFailure) -> RankFailure:
-    """Return the failure of a program whose ranks call different collectives, in one line, if
-    `failure` is due to that; else `failure`.
+    """Return a failure of one line if `failure` is due to ranks that call different collectives.
+    Return `failure` itself if it is not.
     """
     message = failure.cause.partition(": ")[2]
     hint = next((hint for text, hint in MISTAKES.items() if text in message), "")
@@ -203,7 +216,9 @@ def explain(failure: RankFailure) -> RankFailure:
     if not hint and not sizes:
         return failure
     place = failure.details.get("place") or find_place(reversed(str(failure).splitlines()))
-    where = f" at {place}" if place else ""
+    where = ""
+    if place:
+        where = f" at {place}"
     if sizes:
         how = f"was ended by gloo{where}: what a peer sent does not fit ({sizes})"
     else:
@@ -213,12 +228,17 @@ def explain(failure: RankFailure) -> RankFailure:
 
 
 def _say_left(left: Sequence[int], waiting: str, place: str) -> str:
-    ended = f"{_name_ranks(left)} left early: {'it has' if len(left) == 1 else 'they have'} ended"
-    return f"{ended}, and {waiting}{f', at {place}' if place else ''}. {SAME_COLLECTIVES}"
+    they_have = "they have"
+    if len(left) == 1:
+        they_have = "it has"
+    if place:
+        waiting = f"{waiting}, at {place}"
+    ended = f"{_name_ranks(left)} left early: {they_have} ended"
+    return f"{ended}, and {waiting}. {SAME_COLLECTIVES}"
 
 
 def _stacks(ranks: Sequence[InspectedRank], first: set[int]) -> list[str]:
-    """Return the stacks that differ, each once, those of the ranks `first` before the others'."""
+    """Return each different stack once. The stacks of the ranks in `first` come first."""
     alike: dict[tuple[str, ...], list[InspectedRank]] = {}
     for rank in ranks:
         frames = [line for line in rank.stack if not line.startswith(NO_FRAMES)]
@@ -244,18 +264,30 @@ def _stacks(ranks: Sequence[InspectedRank], first: set[int]) -> list[str]:
 def head_line(owners: Sequence[InspectedRank]) -> str:
     """Return the line above a stack of these ranks."""
     steps = sorted({rank.step for rank in owners})
-    at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"
+    at = f"at steps {steps[0]} to {steps[-1]}"
+    if len(steps) == 1:
+        at = f"at step {steps[0]}"
     silences = [rank.silent_for for rank in owners if rank.silent_for is not None]
-    ago = f"{min(silences):.0f} s ago" if silences else "never"
+    ago = "never"
+    if silences:
+        ago = f"{min(silences):.0f} s ago"
     nodes = list(dict.fromkeys(rank.node for rank in owners if rank.node))
-    on = f" on {nodes[0]}" if len(nodes) == 1 else f" on {len(nodes)} nodes" if nodes else ""
+    on = ""
+    if len(nodes) == 1:
+        on = f" on {nodes[0]}"
+    elif nodes:
+        on = f" on {len(nodes)} nodes"
     return f"--- {_name_ranks([rank.number for rank in owners])}{on}, {at}, last progress {ago}"
 
 
 def _name_ranks(numbers: Collection[int], verb: str = "") -> str:
-    """Return the names of ranks, and what they do."""
+    """Return the names of ranks, followed by a verb if it is given."""
     first = sorted(numbers)
-    if len(first) == 1:
-        return f"rank {first[0]} {verb}s" if verb else f"rank {first[0]}"
     names = f"ranks {', '.join(map(str, first[:-1]))} and {first[-1]}"
-    return f"{names if len(first) <= MAX_NAMED else f'{len(first)} ranks'} {verb}".rstrip()
+    if len(first) > MAX_NAMED:
+        names = f"{len(first)} ranks"
+    elif len(first) == 1:
+        names = f"rank {first[0]}"
+        if verb:
+            verb += "s"
+    return f"{names} {verb}".rstrip()

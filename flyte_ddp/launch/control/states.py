@@ -6,10 +6,10 @@ Starting --> Running --> Stopping --> Ended
                 +-----------+--> Killing
 ```
 
-Starting: the agents are asked to start their ranks. Running: they train. Stopping: they save their
-state and end, because the run ends, nodes leave or the gang grows; a stop for one reason may follow
-one for another. Killing: one has failed, or they did not end in time. Ended: on each node that can
-be reached all processes are gone.
+Starting: the agents are asked to start their ranks. Running: the ranks train. Stopping: the ranks
+save their state and end, because the run ends, nodes leave or the gang grows. Another reason may
+follow the first one. Killing: a rank has failed, or the ranks did not end in time. Ended: on each
+node that can be reached all processes are gone.
 
 tests/test_states.py has the table of cases.
 """
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.launch.protocol.messages import KILL_GRACE, Outcome
 
-# of a leaving node's time, for training until its replacement is there; the rest is for the save
+# share of a leaving node's time in which it trains until its replacement is there; the rest is for
+# the save
 TRAINING_SHARE = 0.5
 # seconds for the nodes to confirm that their ranks are gone: what an agent takes, and the network
 KILL_TIMEOUT = KILL_GRACE + 2.0
@@ -43,12 +44,12 @@ class Departure:
 
     node: str
     gone_at: float
-    # so long it may train on while the gang waits for its replacement
+    # end of the time in which it trains on while the gang waits for its replacement
     trains_until: float
 
     @classmethod
     def announce(cls, node: str, seconds: float, now: float) -> Departure:
-        """Return that of a node which is there for so many seconds."""
+        """Return the departure of a node that leaves in `seconds`."""
         return cls(node, now + seconds, now + TRAINING_SHARE * seconds)
 
 
@@ -67,25 +68,25 @@ class Stopping:
     """The ranks were asked to save their state and end."""
 
     why: Why
-    reason: str  # for people
-    deadline: float  # monotonic: the driver kills those that have not ended
-    num_leaving: int = 0  # nodes because of which they end
+    reason: str  # text for people
+    deadline: float  # monotonic time at which the driver kills the remaining ranks
+    num_leaving: int = 0  # number of leaving nodes for which the ranks end
 
 
 @dataclass(frozen=True)
 class Killing:
     """The ranks were ordered to end at once."""
 
-    deadline: float  # monotonic: nodes that have not confirmed it are given up
-    after: Stopping | None = None  # what they were asked before
-    is_late: bool = False  # they did not do it in time
+    deadline: float  # monotonic time after which a node without a confirmation counts as lost
+    after: Stopping | None = None  # the request to stop before it
+    is_late: bool = False  # the ranks did not stop in time
 
 
 @dataclass(frozen=True)
 class Ended:
     """The ranks are gone."""
 
-    outcomes: tuple[Outcome | None, ...]  # of the nodes; None for one that did not report its end
+    outcomes: tuple[Outcome | None, ...]  # outcome of each node; None without a report of its end
     after: Stopping | None = None
     is_late: bool = False
 
@@ -98,29 +99,31 @@ class Facts:
     """The facts that decide the next state of an attempt."""
 
     now: float  # monotonic
-    outcomes: tuple[Outcome | None, ...] = (None,)  # of the nodes; None while ranks may run
-    is_cause_known: bool = False  # of a failure, or it was waited for long enough
+    outcomes: tuple[Outcome | None, ...] = (None,)  # outcome of each node; None while ranks may run
+    is_cause_known: bool = False  # a failure has a known cause, or the wait for the cause is over
     stop_reason: str = ""  # why the run has to end; "" if it does not
-    stop_grace: float = 0.0  # seconds for that
-    is_urgent: bool = False  # it has to end at once
-    departures: Sequence[Departure] = ()  # of the nodes that leave
+    stop_grace: float = 0.0  # seconds until the run has to end
+    is_urgent: bool = False  # the run has to end at once
+    departures: Sequence[Departure] = ()  # departures of the nodes that leave
     can_do_without_leaving: bool = False  # the next attempt could start at once
     larger: int = 0  # nodes of a larger gang that is possible now
     is_stoppable: bool = False  # the ranks save their state when they are asked to stop
-    save_timeout: float = 0.0  # seconds for that where nothing presses
+    save_timeout: float = 0.0  # seconds to save where nothing presses
 
 
 def next_state(state: State, facts: Facts) -> State:
-    """Return the state of an attempt that follows, or `state` itself."""
+    """Return the state that follows `state`, or `state` itself."""
     if isinstance(state, Ended):
         return state
-    after = state.after if isinstance(state, Killing) else None
+    if isinstance(state, Killing):
+        if None not in facts.outcomes or facts.now > state.deadline:
+            return Ended(facts.outcomes, state.after, state.is_late)
+        return state
+    after = None
     if isinstance(state, Stopping):
         after = state
     if None not in facts.outcomes:
-        return Ended(facts.outcomes, after, isinstance(state, Killing) and state.is_late)
-    if isinstance(state, Killing):
-        return Ended(facts.outcomes, after, state.is_late) if facts.now > state.deadline else state
+        return Ended(facts.outcomes, after)
     is_late = after is not None and facts.now > after.deadline
     if facts.is_cause_known or facts.is_urgent or is_late:
         return Killing(facts.now + KILL_TIMEOUT, after, is_late)
@@ -131,7 +134,7 @@ def _ask_to_stop(after: Stopping | None, facts: Facts) -> Stopping | None:
     """Return the request to stop that the ranks get now; None if they get none.
 
     Args:
-        after: what they were asked before.
+        after: the latest request to stop before it.
     """
     if after and after.why is Why.RUN_ENDS:
         return None
@@ -147,10 +150,11 @@ def _ask_to_stop(after: Stopping | None, facts: Facts) -> Stopping | None:
 
 
 def _must_leave(after: Stopping | None, facts: Facts) -> bool:
-    """Return whether the ranks have to end now, or sooner than they were asked to, because of nodes
-    that leave.
-    """
-    if len(facts.departures) <= (after.num_leaving if after else 0):
+    """Return whether leaving nodes make the ranks end now, or sooner than they were asked to."""
+    num_leaving = 0
+    if after:
+        num_leaving = after.num_leaving
+    if len(facts.departures) <= num_leaving:
         return False
     is_time = facts.now > min(each.trains_until for each in facts.departures)
     return after is not None or is_time or facts.can_do_without_leaving
@@ -158,10 +162,14 @@ def _must_leave(after: Stopping | None, facts: Facts) -> bool:
 
 def _leave(after: Stopping | None, facts: Facts) -> Stopping:
     leaving = facts.departures
-    reason = f"{leaving[0].node} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
-    # ranks that have not ended are killed a beat before the first node is gone
+    reason = f"{len(leaving)} nodes leave"
+    if len(leaving) == 1:
+        reason = f"{leaving[0].node} leaves"
+    # Ranks that have not ended are killed a beat before the first node is gone.
     ends_at = max(facts.now, min(each.gone_at for each in leaving) - BEAT_INTERVAL)
-    deadline = min(ends_at + KILL_TIMEOUT, after.deadline if after else ends_at + KILL_TIMEOUT)
+    deadline = ends_at + KILL_TIMEOUT
+    if after:
+        deadline = min(deadline, after.deadline)
     return Stopping(Why.NODES_LEAVE, reason, deadline, len(leaving))
 
 
