@@ -1,4 +1,4 @@
-# One command a job; `make help` lists them. Needs Linux, Python 3.10 to 3.12, make and a network to the package registry.
+# One command a job; `make` prints the first five, `make help` lists all. Needs Linux, Python 3.10 to 3.12, make and a network to the package registry.
 PYTHON ?= python3
 # Before the default, so that the command line's counts here too.
 MULTI_NODE_RECIPE := $(or $(RECIPE),pet_names)
@@ -36,8 +36,16 @@ export UV_SYSTEM_CERTS ?= 1
 # Images of containers often set it. The checkout's modules would be compiled in every process that a run or a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.DEFAULT_GOAL := help
-.PHONY: help setup train train-multi-node image register
+.DEFAULT_GOAL := first
+.PHONY: first help setup train train-multi-node image register
+
+first:  # what a newcomer needs
+	@printf '  %-44s %s\n' \
+	  'make setup' 'the environment in .venv' \
+	  'make train' 'train on handwritten digits with two processes' \
+	  '.venv/bin/flyte-ddp train recipes.flowers.Flowers' "the README's recipe" \
+	  '.venv/bin/flyte-ddp new my-project' 'a project of your own' \
+	  'make help' 'everything else'
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'

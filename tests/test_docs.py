@@ -401,3 +401,19 @@ def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code(
         assert re.search(rf"\b{defaults[name]:g}\b", text), f"{name}: {text}"
     (doubled,) = (default for limit, default, _ in rows if limit == "twice `timeout_hours`")
     assert doubled == f"{2 * defaults['timeout_hours']} h"
+
+
+def test_the_readmes_recipe_is_the_file_of_the_checkout():
+    (code,) = re.findall(
+        r"```python\n# recipes/flowers.py\n(.*?)```",
+        (REPOSITORY / "README.md").read_text(),
+        re.DOTALL,
+    )
+    file = (REPOSITORY / "recipes/flowers.py").read_text()
+    assert file.partition('"""\n\n')[2] == code
+
+
+def test_the_index_of_the_docs_names_every_page():
+    index = (REPOSITORY / "docs/README.md").read_text()
+    pages = {page.name for page in REPOSITORY.glob("docs/*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", index))

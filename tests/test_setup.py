@@ -16,7 +16,7 @@ import pytest
 from tests.test_audit import make
 
 REPOSITORY = Path(__file__).parents[1]
-WHEEL = "flyte_ddp-0.1.0-py3-none-any.whl"
+WHEEL = "flyte_ddp-0.2.0-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_the_command_runs_from_any_directory_and_through_a_link(checkout, elsewh
     made = call(
         *(checkout / ".venv/bin/flyte-ddp", "new", "project", "--wheel", WHEEL), cwd=elsewhere
     )
-    assert "flyte-ddp 0.1.0" in made
+    assert "flyte-ddp 0.2.0" in made
 
 
 def test_the_recipes_of_the_checkout_take_no_others_place(checkout, elsewhere):
