@@ -1,4 +1,4 @@
-"""Fetch what will be needed while what is there is used. No torch."""
+"""Fetch coming data while the present data are used. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Part = TypeVar("Part")
 def fetch_ahead(
     items: Iterable[T], coming: Iterable[Part], fetch: Callable[[Part], object], distance: int
 ) -> Iterator[T]:
-    """Yield `items`. Threads call `fetch` for those of `coming`, one for each item, at most
-    `distance` further than these.
+    """Yield `items`, while threads call `fetch` for the parts in `coming`.
 
-    A thread ends at its first error, which whoever needs that item meets too.
+    There is one part for each item. The threads are at most `distance` parts ahead of the items. A
+    thread ends at its first error, because the user of the item meets the same error.
     """
     room, turn, is_over = threading.Semaphore(distance), threading.Lock(), threading.Event()
     parts = iter(coming)
@@ -35,8 +35,9 @@ def fetch_ahead(
                     part = next(parts)
                 fetch(part)
 
-    for _ in range(CONCURRENT_READS if distance else 0):
-        start_thread("fetch-ahead", fetch_all)
+    if distance:
+        for _ in range(CONCURRENT_READS):
+            start_thread("fetch-ahead", fetch_all)
     try:
         for item in items:
             yield item

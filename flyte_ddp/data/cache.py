@@ -1,8 +1,8 @@
-"""Shards and parts of them as files of this machine, in at most so many bytes.
+"""Cache of shards and their parts in files of this machine, with a limit of bytes.
 
-The processes of a machine share them. A file is complete by its name, and is made under a lock that
-dies with its process. Shards that lie on this machine as they are to be read are not copied. No
-torch.
+The processes of a machine share the files. A file with its final name is complete. It is made under
+a lock that ends with its process. A shard on this machine that can be read as it is is not copied.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from flyte_ddp.storage.failures import is_full
 from flyte_ddp.storage.file_lock import lock_file
 
 NUM_LOCKS = 64
-MAX_NOTE = 64  # bytes in the lock's file: two numbers
-SLACK = 64  # a part of the cache that is freed with what is needed
+MAX_NOTE = 64  # bytes in the file of the lock, which holds two numbers
+SLACK = 64  # 1 / SLACK of the cache is freed in addition to the needed bytes
 UNFINISHED = ".part", ".raw"
-# the names of its files; a user's own in this directory stay
+# names of the cache's files; a user's own files in the directory stay
 FILE = re.compile(r"[0-9a-f]{32}(\.part)?(\.raw)?")
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,13 @@ def open_shard(
     path: str,
     is_whole: bool = True,
 ) -> Shard:
-    """Return where the samples of a shard are, by the file at `path` or by its head alone.
+    """Return a shard, which knows the places of its samples, from the file at `path`.
+
+    Args:
+        is_whole: False if the file is only the head of the shard.
 
     Raises:
-        DataError: it cannot be read, or has other samples than the index says.
+        DataError: the shard cannot be read, or its number of samples differs from the index.
     """
     with reading(source, entry, passed=(FileNotFoundError,)):
         shard = kind.shard(path, columns, is_whole, kind.partition)
@@ -73,10 +76,10 @@ def open_shard(
 
 
 def make_file(source: Source, entry: Entry, kind: Format, path: str) -> None:
-    """Fetch a shard, and put it at `path` as it is to be read.
+    """Fetch a shard, unpack it if necessary, and put it at `path`.
 
     Raises:
-        DataError: there is none, it is not the one of the index, or it cannot be read.
+        DataError: the shard is missing, differs from the index, or cannot be read.
         StorageUnavailable: the store was away for too long, or this disk is full.
     """
     local = source.local_path(entry.name)
@@ -88,22 +91,22 @@ def make_file(source: Source, entry: Entry, kind: Format, path: str) -> None:
         if kind.unpack:
             kind.unpack(local or path, f"{path}.raw")
             os.replace(f"{path}.raw", path)
-        if local:  # or half of it is what it was
+        if local:  # the file may have changed while it was read
             check_version(source, entry)
 
 
 def make_part(source: Source, entry: Entry, copy: Callable[[Any, str], None], path: str) -> None:
-    """Fetch a part of a shard, and put it at `path`. Raises as `make_file`.
+    """Fetch a part of a shard, and put it at `path`. Raises as `make_file` does.
 
     Args:
-        copy: copies it from the open shard to a file.
+        copy: function that copies the part from the open shard to a file.
     """
 
     def copy_checked(file: Any) -> None:
-        details = getattr(file, "details", None)  # none of a disk's
+        details = getattr(file, "details", None)  # files on a disk have no details
         check_version(source, entry, details)
         copy(file, path)
-        if details is None:  # or half of it is what it was
+        if details is None:  # the file may have changed while it was read
             check_version(source, entry)
 
     with reading(source, entry):
@@ -111,16 +114,16 @@ def make_part(source: Source, entry: Entry, copy: Callable[[Any, str], None], pa
 
 
 def check_version(source: Source, entry: Entry, info: Mapping[str, Any] | None = None) -> None:
-    """Raise DataError if a file has another version than the index says, or on a disk, than it had
-    when the index was read.
+    """Raise DataError if a file has changed: in a store since the index was made, on a disk since
+    the index was read.
 
     Args:
-        info: of a file in a store, where it is known.
+        info: the store's `info` of the file, if it is known.
     """
     local = source.local_path(entry.name)
     if local:
         time = str(os.stat(local).st_mtime_ns)
-        # only the time is compared: the inode changes by itself on some file systems
+        # Only the time is compared, because the inode changes by itself on some file systems.
         if entry.version and entry.version.partition(" ")[0] != time:
             raise DataError("expected a file as it was when its index was read, got a changed one")
         return
@@ -131,8 +134,9 @@ def check_version(source: Source, entry: Entry, info: Mapping[str, Any] | None =
 
 
 def check_size(path: str, entry: Entry) -> None:
-    """Raise DataError if the file at `path` has another size than the index says."""
-    if entry.size not in (-1, size := os.path.getsize(path)):
+    """Raise DataError if the size of the file at `path` differs from the index."""
+    size = os.path.getsize(path)
+    if entry.size not in (-1, size):
         raise DataError(f"expected {entry.size} bytes as in the index, got {size}")
 
 
@@ -140,12 +144,13 @@ def check_size(path: str, entry: Entry) -> None:
 def reading(
     source: Source, entry: Entry, part: str = "", passed: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise DataError, which names the shard, for any error in the block: a damaged file can fail
-    anywhere in the reading.
+    """Turn any error in the block into a DataError that names the shard. Any step of reading a
+    damaged file may fail.
 
     Args:
-        part: of the shard that is read.
-        passed: errors that are raised as they are, beside those that are not the shard's.
+        part: the part of the shard that the block reads.
+        passed: classes of errors that are raised as they are, besides errors without a relation to
+            the shard.
 
     Raises:
         StorageUnavailable: this disk is full.
@@ -158,7 +163,9 @@ def reading(
         if is_full(error):
             what = f"cache_dir: no space is left on its disk: {in_one_line(error)}"
             raise StorageUnavailable(what, True) from error
-        what, where = str(error), f"{source.join(entry.name)}{part and f': {part}'}"
+        what, where = str(error), source.join(entry.name)
+        if part:
+            where += f": {part}"
         if not isinstance(error, DataError):
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{in_one_line(error)} ({os.path.basename(frame.filename)}:{frame.lineno})"
@@ -167,10 +174,10 @@ def reading(
 
 @dataclass
 class ShardCache:
-    """The files of shards and of their parts, for this process and its copies in others."""
+    """The files of shards and of their parts, for this process and its loader processes."""
 
     source: Source
-    index: str  # URL of the index, beside which the offsets are
+    index: str  # URL of the index; the offsets are beside it
     read: Read | None
     columns: Sequence[str] | None
     directory: str
@@ -183,11 +190,11 @@ class ShardCache:
         return {**vars(self), "_open": OrderedDict()}
 
     def has_copies(self, entry: Entry) -> bool:
-        """Return whether shards such as this one are copied before they are read."""
+        """Return whether shards of this kind are copied before they are read."""
         return self._place(entry, WHOLE)[2]
 
     def ensure(self, rows: Mapping[Entry, Any]) -> None:
-        """Make the files of some samples of shards, several at once, and keep them longer than
+        """Make the files with some samples of shards, several at once. Keep these files longer than
         others.
         """
         in_parts = [each for each in rows if not self._is_one_file(each)]
@@ -202,7 +209,7 @@ class ShardCache:
         """Return a shard, and the path of the part with a sample.
 
         Raises:
-            DataError: it cannot be read, or is not the one of the index.
+            DataError: the shard cannot be read, or differs from the index.
         """
         shard = self._open_shard(entry)
         if self.source.local_path(entry.name):
@@ -210,15 +217,20 @@ class ShardCache:
                 check_version(self.source, entry)
         part = int(shard.find_parts(row))
         path = self._place(entry, part)[0]
-        return shard, path if os.path.exists(path) else self._file(entry, part)
+        if not os.path.exists(path):
+            path = self._file(entry, part)
+        return shard, path
 
     def _open_shard(self, entry: Entry) -> Shard:
         shard = self._open.get(entry.name)
         if shard is None:
             is_whole = self._is_one_file(entry)
+            part = HEAD
+            if is_whole:
+                part = WHOLE
             try:
-                path = self._file(entry, WHOLE if is_whole else HEAD)
-            except FileNotFoundError:  # no offsets
+                path = self._file(entry, part)
+            except FileNotFoundError:  # the shard has no offsets
                 is_whole, path = True, self._file(entry, WHOLE)
             kind = self._place(entry, WHOLE)[1]
             shard = open_shard(self.source, entry, kind, self.columns, path, is_whole)
@@ -228,7 +240,7 @@ class ShardCache:
         return shard
 
     def _is_one_file(self, entry: Entry) -> bool:
-        """Return whether a shard is read from a file of all its bytes."""
+        """Return whether a shard is read from a single file."""
         path, kind, is_copy = self._place(entry, WHOLE)
         if kind.unpack or not is_copy or os.path.exists(path):
             return True
@@ -245,12 +257,14 @@ class ShardCache:
         local = self.source.local_path(entry.name)
         if local and kind.has_whole and not kind.unpack:
             return local, kind, False
-        columns = tuple(self.columns) if self.columns and not kind.has_whole else None
+        columns = None
+        if self.columns and not kind.has_whole:
+            columns = tuple(self.columns)
         name = _name_file(self.source, entry, part, columns, self.reader)
         return f"{self.directory}/{name}", kind, True
 
     def _touch(self, entry: Entry, part: int) -> bool:
-        """Return whether the file of a part is there, and keep it longer than others."""
+        """Return whether the file of a part exists, and keep it longer than others."""
         path, _, is_copy = self._place(entry, part)
         with contextlib.suppress(FileNotFoundError):
             if is_copy:
@@ -259,14 +273,16 @@ class ShardCache:
         return False
 
     def _file(self, entry: Entry, part: int) -> str:
-        """Return the path of a part's file, which is made if it is not there."""
+        """Return the path of a part's file. Make the file if it is missing."""
         path, kind, is_copy = self._place(entry, part)
         if not is_copy:
             with reading(self.source, entry):
                 check_size(path, entry)
             return path
-        size, copy = max(0, entry.size) if part == WHOLE else 0, kind.copy_head
-        if part >= 0:
+        size, copy = 0, kind.copy_head
+        if part == WHOLE:
+            size = max(0, entry.size)
+        elif part >= 0:
             shard = self._open_shard(entry)
             size, copy = int(shard.sizes[part]), functools.partial(shard.make_part, part)
         with lock_file(self._lock_of(path)):
@@ -288,22 +304,24 @@ class ShardCache:
         return f"{self.directory}/{int(os.path.basename(path)[:8], 16) % NUM_LOCKS}.lock"
 
     def _make_room(self, needed: int, is_made: bool = False) -> None:
-        """Let `needed` bytes fit, which are there already if the file `is_made`.
+        """Remove files until `needed` bytes fit. If the file `is_made`, they are on the disk
+        already.
 
-        The lock's file has the limit, and the bytes that still fit: a look at all files takes long.
+        The lock's file holds the limit and the free bytes, because a look at all files takes long.
         """
         with lock_file(f"{self.directory}/room.lock") as file:
             limit, left = map(int, (os.pread(file, MAX_NOTE, 0) or b"0 0").split())
             free = shutil.disk_usage(self.directory).free
             if limit != self.limit or needed > left or (not is_made and needed > free):
-                needed = 0 if is_made else needed
+                if is_made:
+                    needed = 0
                 left = self.limit - self._remove_oldest(needed)
             os.ftruncate(file, 0)
             os.pwrite(file, f"{self.limit} {left - needed}".encode(), 0)
 
     def _remove_oldest(self, needed: int) -> int:
-        """Remove the files that were not used for longest, until `needed` bytes fit, and some more.
-        Return the bytes that are left.
+        """Remove the least recently used files until `needed` bytes and some more fit. Return the
+        bytes of the remaining files.
         """
         found = []
         with os.scandir(self.directory) as files:
@@ -316,9 +334,12 @@ class ShardCache:
             free = shutil.disk_usage(self.directory).free
             if total + needed <= self.limit - self.limit // SLACK and needed <= free:
                 break
-            is_left = path.endswith(UNFINISHED)  # by a process that was killed, if not locked
+            lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+            # An unfinished file without a lock was left by a process that was killed.
+            if path.endswith(UNFINISHED):
+                lock = lock_file(self._lock_of(path), False)
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                with lock_file(self._lock_of(path), False) if is_left else contextlib.nullcontext():
+                with lock:
                     os.unlink(path)
                 total -= size
         readers.close_removed()
@@ -331,7 +352,7 @@ class ShardCache:
 
 
 def _do_at_once(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Call with each of these, `CONCURRENT_READS` at once."""
+    """Call `call` with each tuple of arguments, `CONCURRENT_READS` at once."""
     if arguments:
         with ThreadPoolExecutor(CONCURRENT_READS) as threads:
             list(threads.map(call, *zip(*arguments, strict=True)))
@@ -341,26 +362,27 @@ def _do_at_once(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]
 def _name_file(
     source: Source, entry: Entry, part: int, columns: tuple[str, ...] | None, reader: str
 ) -> str:
-    """Return the name of a part's file, in which all counts that its contents follow from."""
+    """Return the name of a part's file, a hash of everything that decides its contents."""
     facts = [source.join(entry.name), entry.size, entry.version, part, readers.PART_BYTES]
     return hashlib.sha256(repr([*facts, columns, reader]).encode()).hexdigest()[:32]
 
 
 @functools.lru_cache(maxsize=1)
 def _room_for_reads(process: int) -> threading.Semaphore:
-    """Return what lets so many files be made at once, anew in a process that was forked."""
+    """Return the semaphore for files that are made at once. A forked process gets a new one."""
     return threading.Semaphore(CONCURRENT_READS)
 
 
 def version_of_reader(read: Read | None) -> str:
-    """Return what tells a reader from others, because files are kept that it has made: of its code,
-    and of the values that this refers to.
+    """Return a version of a reader, which follows from its code and from the values in the code.
+
+    The cache keeps files that a reader made, so a changed reader needs another version.
     """
     if read is None:
         return ""
     try:
         return code_version(read)
-    except Exception as error:  # any error is possible: `__reduce__` is the user's
+    except Exception as error:  # any error is possible, because `__reduce__` is the user's code
         logger.warning(
             "reader: expected values that can be compared with those of other runs, got %s: each "
             "process reads the shards anew",
@@ -370,7 +392,7 @@ def version_of_reader(read: Read | None) -> str:
 
 
 def make_directory(directory: str) -> None:
-    """Make a directory for this user alone: what is read there was written by these processes."""
+    """Make a directory for this user alone, so that nobody else can write the files in it."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     status = os.stat(directory)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

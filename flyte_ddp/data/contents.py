@@ -1,7 +1,7 @@
-"""What tells the contents of shards from others, for ranks, nodes and resumed runs to compare.
+"""Facts about the contents of shards. Ranks, nodes and resumed runs compare them.
 
-Of files on a disk a checksum, because a copy has another time of change and another inode; of a
-store its versions. No torch.
+Files on a disk have a checksum, because a copy has another time of change and another inode. Files
+in a store have versions. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import numpy as np
 from flyte_ddp.data.index import ShardIndex
 from flyte_ddp.data.source import CONCURRENT_READS, Source
 
-# Names of facts. One that only one side knows is not compared: a version before this one has none,
-# and versions in another store are others.
+# Names of facts. A fact that only one side knows is not compared: earlier versions of this package
+# recorded none, and another store has other versions.
 CONTENTS = "contents of the shards"
 VERSIONS = "versions of the shards in"
 BLOCK = 4096  # bytes
-MAX_BLOCKS = 4096  # 16 MiB, that are read of all shards together
+MAX_BLOCKS = 4096  # blocks of all shards together, 16 MiB
 
 
 def describe_contents(source: Source, index: ShardIndex) -> dict[str, str]:
     """Return the facts of the shards' contents, by their names."""
     names = [name.decode() for name in index.names.tolist()]
     paths = [path for path in map(source.local_path, names) if path]
-    versions = [] if paths else index.versions.tolist()
+    versions = index.versions.tolist()
     found = {}
     if paths:
+        versions = []
         found[CONTENTS] = compute_checksum(paths)
     if any(versions):
         checksum = hashlib.sha256(repr(versions).encode()).hexdigest()[:16]
@@ -45,10 +46,11 @@ def is_comparable(name: str, expected: object, got: object) -> bool:
 
 
 def compute_checksum(paths: list[str]) -> str:
-    """Return a checksum of the contents of files: of all bytes where they are few.
+    """Return a checksum of the contents of files. If the files are small, all bytes are read.
 
-    Of larger ones `MAX_BLOCKS` are read, as many of each file, evenly spread from its beginning to
-    its end; of more than `MAX_BLOCKS` files one block of each of so many.
+    Of larger files `MAX_BLOCKS` blocks are read, the same number from each file, evenly spread from
+    its beginning to its end. If there are more than `MAX_BLOCKS` files, one block is read from each
+    of `MAX_BLOCKS` files.
     """
     chosen = np.linspace(0, len(paths) - 1, min(len(paths), MAX_BLOCKS)).round().astype(int)
     read = functools.partial(_digest_blocks, num_blocks=MAX_BLOCKS // len(chosen))
@@ -65,11 +67,12 @@ def _digest_blocks(path: str, num_blocks: int) -> bytes:
             digest.update(str(size).encode())
             begins = np.arange(0, size, BLOCK)
             if len(begins) > num_blocks:
-                # one alone is in the middle
-                ends = (0, size - BLOCK) if num_blocks > 1 else (size // 2, size // 2)
+                ends = (0, size - BLOCK)
+                if num_blocks <= 1:
+                    ends = (size // 2, size // 2)  # a single block is in the middle
                 begins = np.linspace(*ends, num_blocks).astype(int)
             for begin in begins.tolist():
                 digest.update(os.pread(file.fileno(), BLOCK, begin))
-    except FileNotFoundError:  # which its reader names
+    except FileNotFoundError:  # the reader of the file reports it
         digest.update(b"none")
     return digest.digest()

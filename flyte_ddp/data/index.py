@@ -1,8 +1,7 @@
-"""The index of shards: names, samples, bytes and versions. Read as others have written it, or made
-once.
+"""The index of shards: their names, samples, bytes and versions. It is read, or made once.
 
-Found beside the shards: our own, that of MosaicML's streaming, that of wids, that of Energon. No
-torch.
+Besides this package's own index, the indexes of MosaicML's streaming, wids and Energon can be read.
+The index is beside the shards or at a URL. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from flyte_ddp.storage import check_name, read_file, redact_url, write_file
 
 OWN_INDEX = "flyte_ddp_index.npz"
 ENERGON, SPLIT = ".nv-meta/.info.json", ".nv-meta/split.yaml"
-FOREIGN = ("index.json", ENERGON)  # of MosaicML's streaming or of wids; of Energon
-FEW_SHARDS = 128  # less than 16 for each of 8 lanes
+FOREIGN = ("index.json", ENERGON)  # indexes of MosaicML's streaming or wids, and of Energon
+FEW_SHARDS = 128  # 16 shards for each of 8 lanes
 MORE_BYTES = f"; fewer than {FEW_SHARDS}, of which each rank reads more than its part"
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """The shards of a source, in an order that stays when others are added.
+    """The shards of a source, in an order that stays when shards are added.
 
-    Arrays, because every loader process has them: Python objects would take ten times the memory.
+    The fields are arrays, because every loader process has a copy, and Python objects would take
+    ten times the memory.
     """
 
     names: NDArray[Any]  # (S,) in UTF-8
     samples: NDArray[np.int64]  # (S,)
-    sizes: NDArray[np.int64]  # (S,) bytes; -1 where not known
-    versions: NDArray[Any]  # (S,) as the store had them; b"" where not known
+    sizes: NDArray[np.int64]  # (S,) bytes; -1 if unknown
+    versions: NDArray[Any]  # (S,) the store's versions; b"" if unknown
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,7 +64,7 @@ class ShardIndex:
         )
 
     def head(self, count: int | None) -> ShardIndex:
-        """Return the index of the first `count` shards, None for all."""
+        """Return the index of the first `count` shards, or of all for None."""
         return ShardIndex(*(each[:count] for each in vars(self).values()))
 
     def checksum(self) -> str:
@@ -75,7 +75,7 @@ class ShardIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards whose size is known."""
+        """Bytes of all shards with a known size."""
         return int(np.maximum(self.sizes, 0).sum())
 
 
@@ -83,7 +83,8 @@ def read_index(source: Source, url: str) -> ShardIndex:
     """Return the index at `url`, or beside the shards for "".
 
     Raises:
-        DataError: there is none, it is no index, it has no sample, or two shards of one name.
+        DataError: there is no index, or the file is not an index, has no sample, or has two shards
+            with the same name.
     """
     index, _ = _find_index(source, url)
     if index is None:
@@ -102,8 +103,8 @@ def read_index(source: Source, url: str) -> ShardIndex:
 
 
 def _fill_versions(source: Source, index: ShardIndex) -> ShardIndex:
-    """Return the index with the versions of shards that it has none of, such as an index of
-    others; and of files on this machine with their stamps.
+    """Return the index with the missing versions of shards in stores, and with the stamps of files
+    on this machine. An index of another package has no versions.
     """
     names = [name.decode() for name in index.names.tolist()]
     versions = index.versions.tolist()
@@ -117,7 +118,7 @@ def _fill_versions(source: Source, index: ShardIndex) -> ShardIndex:
     found: dict[str, dict[str, Any]] = {}
     if wanted and isinstance(source.place, str) and source.has_ranges(""):
         found = source.find()
-    # a store that has no version of the first one has none of the others
+    # If the store has no version of the first shard, it has no versions of the others.
     elif wanted and version_of(source.look(wanted[:1])[wanted[0]]):
         found = source.look(wanted)
     for number, name in zip(missing, wanted, strict=True):
@@ -135,13 +136,14 @@ def prepare_index(
     """Make the index if there is none, or add new shards to our own. Return a description.
 
     Args:
-        url: where it is kept; "" for beside the shards.
-        counts: the samples of shards where they are known.
-        columns: the fields that are read; None for all, which are to be the same in all shards.
+        url: the place of the index; "" for beside the shards.
+        counts: numbers of samples by shard, as far as they are known.
+        columns: the fields that are read. None for all fields, which must then be the same in all
+            shards.
 
     Raises:
-        DataError: there is no shard, one cannot be read, or two have one name.
-        ConfigError: a list of shards needs a place for the index.
+        DataError: there is no shard, a shard cannot be read, or two shards have the same name.
+        ConfigError: a list of shards needs a URL for the index.
     """
     known, is_own = _find_index(source, url)
     if known is None or is_own:
@@ -152,25 +154,36 @@ def prepare_index(
         arrays = io.BytesIO()
         np.savez(arrays, **vars(known))
         write_file(url, arrays.getvalue(), "index", source.timeout)
-    return (
-        f"{known.samples.sum():,} samples in {len(known):,} shards of {source.join('')}, "
-        f"{known.num_bytes / 2**30:,.2f} GiB{MORE_BYTES if len(known) < FEW_SHARDS else ''}"
+    num_samples, num_gib = known.samples.sum(), known.num_bytes / 2**30
+    text = (
+        f"{num_samples:,} samples in {len(known):,} shards of {source.join('')}, {num_gib:,.2f} GiB"
     )
+    if len(known) < FEW_SHARDS:
+        text += MORE_BYTES
+    return text
 
 
 def _find_index(source: Source, url: str) -> tuple[ShardIndex | None, bool]:
-    """Return the index and whether it is our own; None if there is none."""
-    names = (OWN_INDEX, *FOREIGN) if isinstance(source.place, str) else ()
-    for place in [url] if url else [source.join(name) for name in names]:
+    """Return the index, and whether it is this package's own. Return None if there is no index."""
+    places = []
+    if url:
+        places = [url]
+    elif isinstance(source.place, str):
+        places = [source.join(name) for name in (OWN_INDEX, *FOREIGN)]
+    for place in places:
         try:
             contents = read_file(place, "index", source.timeout)
         except FileNotFoundError:
             continue
         is_own = contents.startswith(b"PK")
         try:
-            index = _read_own(contents) if is_own else _read_foreign(contents, source)
-            for name in index.names.tolist() if isinstance(source.place, str) else ():
-                check_name(name.decode(), "data")
+            if is_own:
+                index = _read_own(contents)
+            else:
+                index = _read_foreign(contents, source)
+            if isinstance(source.place, str):
+                for name in index.names.tolist():
+                    check_name(name.decode(), "data")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"index: expected an index of shards, got {place}: {error}") from error
         _check_names(index.names.tolist())
@@ -186,7 +199,7 @@ def _read_own(contents: bytes) -> ShardIndex:
 def _read_foreign(contents: bytes, source: Source) -> ShardIndex:
     """Parse the index of MosaicML's streaming, of wids or of Energon."""
     found = json.loads(contents)
-    if "shard_counts" in found:  # Energon's, without sizes
+    if "shard_counts" in found:  # Energon's index has no sizes
         files = source.find()
         if SPLIT in files:
             logger.warning(
@@ -194,12 +207,11 @@ def _read_foreign(contents: bytes, source: Source) -> ShardIndex:
                 "those to read as a list of URLs",
                 source.join(SPLIT),
             )
-        return _make_index(
-            [
-                Entry(name, count, int(files.get(name, {}).get("size", -1)), "")
-                for name, count in found["shard_counts"].items()
-            ]
-        )
+        entries = []
+        for name, count in found["shard_counts"].items():
+            size = int(files.get(name, {}).get("size", -1))
+            entries.append(Entry(name, count, size, ""))
+        return _make_index(entries)
     if "shardlist" in found:
         rows = [(each["url"], each["nsamples"], each["filesize"]) for each in found["shardlist"]]
     else:
@@ -209,11 +221,15 @@ def _read_foreign(contents: bytes, source: Source) -> ShardIndex:
 
 
 def _make_index(entries: Sequence[Entry]) -> ShardIndex:
+    names = [each.name.encode() for each in entries]
+    samples = [each.samples for each in entries]
+    sizes = [each.size for each in entries]
+    versions = [each.version.encode() for each in entries]
     return ShardIndex(
-        np.array([each.name.encode() for each in entries], dtype=bytes),
-        np.array([each.samples for each in entries], np.int64),
-        np.array([each.size for each in entries], np.int64),
-        np.array([each.version.encode() for each in entries], dtype=bytes),
+        np.array(names, dtype=bytes),
+        np.array(samples, np.int64),
+        np.array(sizes, np.int64),
+        np.array(versions, dtype=bytes),
     )
 
 
@@ -233,8 +249,8 @@ def _count(
     counts: Mapping[str, int],
     columns: Sequence[str] | None,
 ) -> ShardIndex:
-    """Return an index of all shards of `source`. Those of `known` stay first, and are counted
-    anew where a file is newer than the index.
+    """Return an index of all shards of `source`. The shards in `known` stay first, and are counted
+    anew if their file is newer than the index.
     """
     if isinstance(source.place, tuple):
         _check_names([name.encode() for name in source.place])
@@ -251,7 +267,8 @@ def _count(
             sum(max(0, each.size) for each in whole) / 2**30,
         )
         first = entries[0]
-        if _has_head(formats[first.name]) and first not in to_count:  # to compare its columns
+        # The other shards must have the first shard's columns.
+        if _has_head(formats[first.name]) and first not in to_count:
             to_count = [first, *to_count]
     with ThreadPoolExecutor(CONCURRENT_READS) as threads:
         counted = list(
@@ -260,23 +277,28 @@ def _count(
     names = [each.name for each in to_count]
     found = dict(zip(names, [count for count, _ in counted], strict=True))
     if columns is None:
-        # A shard without samples may have no columns.
-        own = [each if count else None for count, each in counted]
-        _check_columns(source, dict(zip(names, own, strict=True)))
+        own = {}
+        for name, (count, shard_columns) in zip(names, counted, strict=True):
+            if count:  # a shard without samples may have no columns
+                own[name] = shard_columns
+        _check_columns(source, own)
     return _make_index(
         [dataclasses.replace(each, samples=found.get(each.name, each.samples)) for each in entries]
     )
 
 
 def _list_files(source: Source, read: Read | None) -> dict[str, tuple[int, str]]:
-    """Return the sizes and versions of the shards of `source` by their names, in order; the size is
-    -1 if it is not known.
+    """Return the sizes and versions of the shards of `source` by name, in order. An unknown size is
+    -1.
     """
     files = {}
     for name, info in sorted(source.find().items()):
-        is_hidden = name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))  # also half an index
+        # An unfinished index begins with its name.
+        is_hidden = name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))
         if find_format(name, read) and not is_hidden:
-            size = -1 if info["size"] is None else int(info["size"])
+            size = -1
+            if info["size"] is not None:
+                size = int(info["size"])
             files[name] = size, source.version(name, info)
     if not files:
         raise DataError(
@@ -292,12 +314,14 @@ def _list_entries(
     url: str,
     counts: Mapping[str, int],
 ) -> list[Entry]:
-    """Return an entry for each file, the files of `known` first. Its samples are -1 where they have
-    to be counted, because the file is new or newer than the index.
+    """Return an entry for each file, the files of `known` first.
+
+    An entry has -1 samples if they have to be counted, because the file is new or newer than the
+    index.
     """
     entries, made = list[Entry](), 0.0
     if known is not None:
-        # of files on a disk; a version tells whether others have changed
+        # Files on a disk are compared by time, files in a store by version.
         made = _mtime(Source((), source.timeout), url) or math.inf
         for each in map(known.entry, range(len(known))):
             if _is_same(each, files.get(each.name)):
@@ -313,18 +337,19 @@ def _list_entries(
 
 
 def _has_head(kind: Any) -> bool:
-    """Return whether the samples of a shard of this format are counted without reading it whole."""
+    """Return whether the head of a shard in this format is enough to count its samples."""
     return bool(kind and kind.copy_head)
 
 
 def _check_columns(source: Source, found: Mapping[str, Sequence[str] | None]) -> None:
-    """Raise DataError if shards have other columns than the first of them; `found` has None where
-    samples have their own.
+    """Raise DataError if shards have other columns than the first shard. The columns in `found` are
+    None if each sample has its own.
     """
     known = [(name, columns) for name, columns in found.items() if columns is not None]
     for name, columns in known:
         first, expected = known[0]
-        if others := sorted(set(columns) ^ set(expected)):
+        others = sorted(set(columns) ^ set(expected))
+        if others:
             raise DataError(
                 f"data: {source.join(name)}: expected the columns of {first}, got a difference in "
                 f"{', '.join(others)}: name the columns that all shards have, as `columns`"
@@ -332,26 +357,30 @@ def _check_columns(source: Source, found: Mapping[str, Sequence[str] | None]) ->
 
 
 def _is_same(known: Entry, found: tuple[int, str] | None) -> bool:
-    """Return whether a file of this size and version is the shard that an index has. One of a
-    version before this one has no versions of stores that report times alone.
+    """Return whether a file with this size and version is the shard in the index.
+
+    The index of an earlier version of this package has no versions for stores that report only
+    times.
     """
     return found is not None and known.size == found[0] and known.version in ("", found[1])
 
 
 def _mtime(source: Source, name: str) -> float:
-    """Return when a file on a disk was changed; 0 for one in a store."""
+    """Return the time of change of a file on a disk; 0 for a file in a store."""
     path = source.local_path(name)
-    return os.path.getmtime(path) if path else 0.0
+    if not path:
+        return 0.0
+    return os.path.getmtime(path)
 
 
 def _count_samples(
     source: Source, entry: Entry, url: str, read: Read | None, columns: Sequence[str] | None
 ) -> tuple[int, Sequence[str] | None]:
-    """Return the number of samples of a shard and the columns of them all, and put their offsets
-    beside the index at `url` if the shard has none.
+    """Return the number of samples of a shard, and their columns. If the format stores no offsets,
+    put the offsets beside the index at `url`.
     """
     kind = find_format(entry.name, read)
-    assert kind is not None  # only such are listed
+    assert kind is not None  # only files with a format are listed
     with tempfile.TemporaryDirectory(prefix="shard-") as place:
         path = f"{place}/shard"
         if kind.copy_head:

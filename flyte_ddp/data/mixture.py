@@ -1,5 +1,5 @@
-"""`Mixture`: samples of several sources of shards in fixed proportions, in an order that knows no
-ranks. No torch.
+"""`Mixture`: samples of several sources of shards in fixed proportions. The order does not depend
+on the number of ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from flyte_ddp.data.permutation import derive_key, permute
 from flyte_ddp.data.shards import Shards, Stream
 from flyte_ddp.errors import ConfigError
 
-# Checkpoints depend on what `MixedOrder.samples` returns: a change of it, or of
-# `permutation.VERSION`, is a new version.
+# Checkpoints depend on the result of `MixedOrder.samples`. A change of the result, or of
+# `permutation.VERSION`, needs a new version.
 ORDER_VERSION = 2
-UNIT = 1 << 32  # of which each source has a share
-MIN_SHARE = 1e-6  # of a source; a smaller one would be rounded by more than 0.02 %
-GOLDEN = 0x9E3779B9  # of UNIT; its multiples are spread evenly
-PHASES = 1024  # in which a lane may begin
-# Between two lanes. Its multiples and those of GOLDEN together are spread evenly too: it is about
-# sqrt(2) - 1 of PHASES.
+UNIT = 1 << 32  # sum of the sources' shares
+MIN_SHARE = 1e-6  # smallest share; a smaller share would be rounded by more than 0.02 %
+GOLDEN = 0x9E3779B9  # UNIT over the golden ratio; its multiples modulo UNIT are spread evenly
+PHASES = 1024  # number of phases in which a lane may begin
+# Phases between two lanes, about sqrt(2) - 1 of PHASES. With this step the multiples of both
+# numbers together are spread evenly too.
 PHASE_STEP = 425
-MAX_BLOCK = 1024  # places of a lane that have exact counts of each source
-MAX_BLOCKS = 1 << 30  # of a lane, in 64-bit numbers
-MIN_BLOCKS = 16  # of a lane; of small data the blocks are smaller
+MAX_BLOCK = 1024  # places of a lane with exact counts of each source
+MAX_BLOCKS = 1 << 30  # blocks of a lane that fit in 64-bit numbers
+MIN_BLOCKS = 16  # blocks of a lane; small data have smaller blocks
 SLACK = 8  # samples by which the counts of blocks may differ from the shares
-MAX_PASSES = 64  # over sources, whose orders are kept
+MAX_PASSES = 64  # passes over sources with an order in memory
 
 
 def sum_floors(counts: Indices, starts: Indices) -> Indices:
     """Return the sums of `(GOLDEN * number + start) // UNIT` over the numbers in [0, count).
 
-    Both arrays broadcast. It exchanges the axes of the points below the line, as Euclid does.
+    Both arrays broadcast. Each step exchanges the axes of the points below the line, as in Euclid's
+    algorithm.
     """
     left, start = np.broadcast_arrays(counts, starts)
     slope, unit = GOLDEN, UNIT
@@ -63,13 +64,13 @@ def sum_floors(counts: Indices, starts: Indices) -> Indices:
 
 
 def count_before(shares: Sequence[int], block: int, numbers: Indices, phases: Indices) -> Indices:
-    """Return how many samples of each source come before the blocks of these numbers in lanes with
-    these phases, (N, sources).
+    """Return how many samples of each source come before blocks of lanes, (N, sources).
 
-    A block has the whole part of each source's share, and what is left of the shares in turn.
+    A block has the whole part of each source's share. The fractions of the shares take turns.
 
     Args:
-        numbers, phases: (N,); phases in parts of `UNIT`.
+        numbers: (N,) numbers of blocks in their lanes.
+        phases: (N,) phases of these lanes, in parts of `UNIT`.
     """
     exact = np.array(shares, np.int64) * block
     ends = np.concatenate([[0], np.cumsum(exact % UNIT)])
@@ -81,8 +82,10 @@ def count_before(shares: Sequence[int], block: int, numbers: Indices, phases: In
 def choose_blocks(
     lengths: tuple[int, ...], shares: tuple[int, ...], until_all: bool, lanes: int
 ) -> tuple[int, int]:
-    """Return the places of a block, and the blocks of a lane: as many as fit whatever its phase is,
-    so that all epochs are equally long. Raises ConfigError for more than `MAX_BLOCKS`.
+    """Return the places of a block, and the blocks of a lane. Raises ConfigError for more than
+    `MAX_BLOCKS`.
+
+    A lane has as many blocks as fit at any phase, so that all epochs have the same length.
     """
     sources = list(zip(lengths, shares, strict=True))
     places = [(length // lanes + SLACK) * UNIT // share for length, share in sources]
@@ -98,28 +101,34 @@ def choose_blocks(
             return bool((counts >= -(-np.array(lengths) // lanes)).all())
         return bool((counts > np.array(lengths) // lanes).any())
 
-    limit = (max if until_all else min)(places) // block + 2
+    end = min(places)
+    if until_all:
+        end = max(places)
+    limit = end // block + 2
     if limit > MAX_BLOCKS:
         raise ConfigError(
             'stop: expected "first_exhausted", or larger proportions of large sources, got an '
             f"epoch of more than {MAX_BLOCKS * block * lanes:.1g} samples until each is read"
         )
     found = bisect.bisect_left(range(limit), True, key=is_through)
-    return block, found if until_all else found - 1
+    if not until_all:
+        found -= 1
+    return block, found
 
 
 class MixedOrder(Order):
     """The order of one epoch of several sources.
 
     A block of a lane has a whole number of each source's samples, in an order of its own. Lanes and
-    epochs begin in phases of their own, so that all lanes together have each source's share. A
-    source whose lane is through begins again, in another order.
+    epochs begin in phases of their own, so that all lanes together have each source's share. When a
+    lane has read all its samples of a source, they begin again in another order.
 
     Args:
-        make: returns the order of a source by its number and a seed.
-        lengths: samples of each source; a lane has one at least.
-        shares: of each source, `UNIT` together.
-        until_all: the epoch ends when the last source is through, else before the first one is.
+        make: function that returns the order of a source by its number and a seed.
+        lengths: samples of each source, at least one for each lane.
+        shares: share of each source; their sum is `UNIT`.
+        until_all: True to end the epoch when the last source has been read, False to end it before
+            the first source begins again.
     """
 
     def __init__(
@@ -143,8 +152,10 @@ class MixedOrder(Order):
         self.phases = (turns * PHASE_STEP + first) % PHASES * (UNIT // PHASES)
 
     def samples(self, times: Indices) -> Indices:
-        """Return the number of the sample at each of `times`, those of one source behind those of
-        the one before; in each pass over a source they are others, by the samples of all.
+        """Map times in the epoch to sample numbers.
+
+        The numbers of the second source follow the numbers of the first. Each pass over a source
+        uses a new order, and its numbers are greater by the samples of all sources.
         """
         lane, place = times % self.lanes, times // self.lanes
         number = place // self.block
@@ -168,8 +179,8 @@ class MixedOrder(Order):
         return found
 
     def _count(self, lane: Indices, number: Indices) -> tuple[Indices, Indices]:
-        """Return how many samples of each source come before the end of blocks, and the ends of the
-        sources in them, both (N, sources).
+        """Return how many samples of each source come before the end of blocks, and where the
+        sources end in the blocks, both (N, sources).
         """
         blocks, places = np.unique(number * self.lanes + lane, return_inverse=True)
         number, phases = blocks // self.lanes, self.phases[blocks % self.lanes]
@@ -180,23 +191,24 @@ class MixedOrder(Order):
 
 @dataclass(frozen=True, eq=False)
 class Mixture(Stream):
-    """Samples of several `Shards`, so many of each.
+    """Samples of several `Shards` in fixed proportions.
 
         data = Mixture({"code": Shards(...), "web": Shards(...)}, {"code": 0.3, "web": 0.7})
 
-    Used as `Shards`. In each lane, 1,024 places that follow each other have exact counts of each
-    source, fewer where a source is small.
+    A mixture is used like `Shards`. In each lane, every block of 1,024 samples has an exact count
+    of each source. Blocks are smaller if a source is small.
 
     Args:
-        sources: by their names. Each has a transform of its own.
-        proportions: of samples, by the same names; numbers above 0, whatever their sum.
-        stop: an epoch ends before the first source has to begin again ("first_exhausted"), or when
-            each has been read ("all_exhausted"): the others begin again, in another order.
-        lanes: of each source; by default a power of 2, up to 64. With a divisor of the batch size
-            each rank fetches fewer files.
+        sources: sources by name. Each source has its own transform.
+        proportions: proportions of samples by the same names. Any numbers above 0 are possible.
+        stop: "first_exhausted" ends an epoch before the first source has to begin again.
+            "all_exhausted" ends it when every source has been read; the others begin again, in
+            another order.
+        lanes: number of lanes of each source; by default a power of 2, up to 64. With a divisor of
+            the batch size each rank fetches fewer files.
 
     Raises:
-        ConfigError: an argument is not of its kind, or a source has too few samples.
+        ConfigError: an argument has a wrong value, or a source has too few samples.
     """
 
     sources: Mapping[str, Shards]
@@ -236,7 +248,7 @@ class Mixture(Stream):
         return shards[number]
 
     def key(self, sample: int) -> str:
-        """Return the URL of a sample's shard, and its row there."""
+        """Return the URL of a sample's shard, and the sample's row there."""
         shards, number = self._find(sample)
         return shards.key(number)
 
@@ -258,50 +270,45 @@ class Mixture(Stream):
             shards.prefetch((numbers[places == source] - first).tolist())
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
-        found: dict[str, Any] = {
-            f"{name}: {what}": value
-            for name, each in self.sources.items()
-            for what, value in each.describe_shards().items()
-        }
+        """Return plain values that decide, with seed and epoch, the order of an epoch."""
+        found: dict[str, Any] = {}
+        for name, each in self.sources.items():
+            for what, value in each.describe_shards().items():
+                found[f"{name}: {what}"] = value
         order = self._make_order(seed, 0)
-        windows = {
-            f"{name}: window": self._source_order(number, seed, 0).window
-            for number, name in enumerate(self.sources)
-        }
-        return {
-            **found,
-            "shares": ", ".join(map(str, self._shares)),
-            "stop": self.stop,
-            "lanes": order.lanes,
-            ORDER: ORDER_VERSION,
-            "sources": str(list(self.sources)),
-            **windows,
-            "checksum of the order": order.checksum_next(0),
-        }
+        found["shares"] = ", ".join(map(str, self._shares))
+        found["stop"] = self.stop
+        found["lanes"] = order.lanes
+        found[ORDER] = ORDER_VERSION
+        found["sources"] = str(list(self.sources))
+        for number, name in enumerate(self.sources):
+            found[f"{name}: window"] = self._source_order(number, seed, 0).window
+        found["checksum of the order"] = order.checksum_next(0)
+        return found
 
     def continue_order(self, described: Mapping[str, Any]) -> Mixture:
-        """Return the sources as they were in the epoch whose order is `described`, in its lanes and
-        windows.
-        """
-        sources = {
-            name: each.continue_order(
-                {what: described.get(f"{name}: {what}") for what in ("window", "number of shards")}
-            )
-            for name, each in self.sources.items()
-        }
+        """Return the mixture with the shards, lanes and windows of the `described` order."""
+        sources = {}
+        for name, each in self.sources.items():
+            own = {
+                what: described.get(f"{name}: {what}") for what in ("window", "number of shards")
+            }
+            sources[name] = each.continue_order(own)
         return dataclasses.replace(self, sources=sources, lanes=described.get("lanes"))
 
     def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         return self._make_order(seed, epoch)
 
     def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
-        """Return for how many samples ahead the sources' caches have room, each for a part."""
+        """Return how many samples ahead fit in the caches. Each source has an equal part of a
+        cache.
+        """
         part /= len(self._all)
-        return min(
-            each.num_ahead(self._source_order(number, 0, 0), num_ranks, part) * UNIT / share
-            for number, (each, share) in enumerate(zip(self._all, self._shares, strict=True))
-        )
+        found = []
+        for number, (each, share) in enumerate(zip(self._all, self._shares, strict=True)):
+            own_order = self._source_order(number, 0, 0)
+            found.append(each.num_ahead(own_order, num_ranks, part) * UNIT / share)
+        return min(found)
 
     def _make_order(self, seed: int, epoch: int) -> MixedOrder:
         return MixedOrder(
@@ -337,7 +344,7 @@ class Mixture(Stream):
     def _parts(self) -> NDArray[np.float64]:
         """The proportions in parts of their sum."""
         wanted = np.array([self.proportions[name] for name in self.sources], np.float64)
-        wanted /= wanted.max()  # a sum of the largest numbers would be infinite
+        wanted /= wanted.max()  # the sum of very large numbers would be infinite
         parts: NDArray[np.float64] = wanted / wanted.sum()
         return parts
 
@@ -351,8 +358,10 @@ class Mixture(Stream):
     @functools.cached_property
     def _length(self) -> int:
         is_enough = min(map(len, self._all)) >= self._num_lanes
-        if is_enough and (length := self._make_order(0, 0).num_samples):
-            return length
+        if is_enough:
+            length = self._make_order(0, 0).num_samples
+            if length:
+                return length
         expected = f"expected more samples for {self._num_lanes} lanes"
         got = ", ".join(f"{len(each)} of {name}" for name, each in self.sources.items())
         raise ConfigError(f"sources: {expected}, got {got}")

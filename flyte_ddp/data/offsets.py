@@ -1,8 +1,7 @@
-"""Offsets of the samples of tar files and JSON lines, so that parts of these can be fetched: a
-file beside the index for each shard.
+"""Offsets of the samples in tar files and JSON lines. With them parts of a shard can be fetched.
 
-It has the numbers in eight bytes each, after a checksum of them and of the shard that they are of.
-No torch.
+Each shard has a file of offsets beside the index. It begins with a checksum of the offsets and of
+the shard's entry. Each offset has eight bytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_offsets(index: str, entry: Entry, offsets: NDArray[Any], timeout: float) -> None:
-    """Put the offsets of a shard beside the index at this URL. Raises as `Storage.write`."""
+    """Put the offsets of a shard beside the index at this URL. Raises as `Storage.write` does."""
     contents = offsets.astype("<u8").tobytes()
     write_file(_url(index, entry), _checksum(entry, contents) + contents, "index", timeout)
 
@@ -32,7 +31,7 @@ def fetch_offsets(index: str, entry: Entry, path: str, timeout: float) -> None:
     """Copy the offsets of a shard to `path`, after their checksum.
 
     Raises:
-        FileNotFoundError: there are none, or they are damaged or of another version of the shard.
+        FileNotFoundError: the offsets are missing, damaged, or for another version of the shard.
     """
     Source((), timeout).fetch(_url(index, entry), path)
     contents = Path(path).read_bytes()
@@ -46,7 +45,7 @@ def fetch_offsets(index: str, entry: Entry, path: str, timeout: float) -> None:
 
 
 def _url(index: str, entry: Entry) -> str:
-    # of one length, because a name may be a URL
+    # A hash has a fixed length and no slashes. A name may be a URL.
     return f"{index}.{hashlib.sha256(entry.name.encode()).hexdigest()[:16]}"
 
 

@@ -1,8 +1,8 @@
-"""A keyed permutation of whole numbers: each one is found by itself, without a list of all.
+"""A keyed permutation of whole numbers. Each number is moved by itself, without a list of all.
 
-A Feistel network over pairs (row, column), so that its range is barely larger than the numbers, and
-the few that it moves outside are moved again. Checkpoints depend on it: a change of what it returns
-is a new `VERSION`. No I/O, no torch.
+The permutation is a Feistel network over pairs (row, column). Its range is barely larger than the
+range of the numbers. The few numbers that leave their range are moved again. Checkpoints depend on
+the result, so a change of the result needs a new `VERSION`. Does no I/O and imports no torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 1
-ROUNDS = 8  # of a network; four are enough for one that cannot be told from a random permutation
-STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64, as the numbers in `_scramble`
+ROUNDS = 8  # rounds of the network; four are enough to look like a random permutation
+STEP = np.uint64(0x9E3779B97F4A7C15)  # constant of SplitMix64, like the numbers in `_scramble`
 MASK = (1 << 64) - 1
 
-Numbers: TypeAlias = "NDArray[np.integer]"  # any that broadcast with each other
+Numbers: TypeAlias = "NDArray[np.integer]"  # arrays that broadcast with each other
 
 
 def derive_key(*numbers: int | Numbers) -> NDArray[np.uint64]:
@@ -26,14 +26,17 @@ def derive_key(*numbers: int | Numbers) -> NDArray[np.uint64]:
     """
     key = np.zeros(1, np.uint64)
     for number in numbers:
-        is_single = isinstance(number, int)
-        added = np.array([number & MASK] if is_single else number).astype(np.uint64)
+        if isinstance(number, int):
+            number = np.array([number & MASK])
+        added = np.array(number).astype(np.uint64)
         key = _scramble(key * np.uint64(3) + added + STEP)
     return key
 
 
 def permute(places: Numbers, size: int | Numbers, key: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return where the permutation of [0, size) drawn by `key` moves `places`; arrays broadcast."""
+    """Return the results of the permutation of [0, size) with this key at `places`. Arrays
+    broadcast.
+    """
     moved, sizes, keys = (
         np.array(each)
         for each in np.broadcast_arrays(

@@ -1,13 +1,14 @@
-"""Formats of shards: how a file becomes samples, dicts, that can be read in any order.
+"""Formats of shards: how a file becomes samples that can be read in any order. A sample is a dict.
 
-A shard is one file, which a compressed one is unpacked to, or it is cut into parts, so that those
-alone need to be fetched that are read. Knows no store. No torch.
+A compressed shard is unpacked to one file. Other shards may be cut into parts, so that a reader
+fetches only the parts that it needs. Knows no store and imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import decimal
+import functools
 import io
 import itertools
 import json
@@ -35,40 +36,40 @@ from flyte_ddp.errors import DataError, in_one_line
 from flyte_ddp.storage.failures import is_full
 
 Fields = dict[str, Any]
-Read = Callable[[str], Iterable[Fields]]  # of a reader of the user's: the samples of a local file
-HEAD, WHOLE = -1, -2  # in place of the number of a part
-PART_BYTES = 4 << 20  # of a shard in a store, that are fetched at once, and the rest of a sample
-MDS_HEAD = 1 << 16  # bytes in which the head of most MDS files is
-MAX_OPEN = 1024  # shards of which a process keeps in memory where their samples are
-HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"  # in a directory's name
+Read = Callable[[str], Iterable[Fields]]  # a user's function that yields a local file's samples
+HEAD, WHOLE = -1, -2  # values in place of the number of a part
+PART_BYTES = 4 << 20  # bytes of a shard that are fetched at once, plus the rest of a sample
+MDS_HEAD = 1 << 16  # bytes that contain the head of most MDS files
+MAX_OPEN = 1024  # shards with offsets in a process's memory
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"  # null value in a directory's name
 MAX_MAPPED = 32  # parts of Parquet that a process keeps mapped
 KEY = "__key__"  # the field of a tar's sample with its members' common name
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".br": "brotli"}
-# Of a header in a tar file: name, size, checksum, kind, the format, and what comes before the name.
+# Fields of a header in a tar file: name, size, checksum, kind, format, and the name's prefix.
 _HEADER = struct.Struct("100s24x12s12x8sc100x8s80x155s12x")
-# In an extended header: other values than the header's behind it. Without them it has times.
+# Values in an extended header that replace values of the next header. Others are only times.
 _VALUES = re.compile(rb"path=|size=|GNU\.|hdrcharset=")
 _NONZERO = re.compile(rb"[^\0]")
-# A member's name without and with its extension, as WebDataset cuts it.
+# A member's name and its extension, separated as WebDataset separates them.
 _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.S)
 
 
-# The tables in mapped files, with the inodes of these; the one that was used last is the last.
+# The tables in mapped files, with the files' inodes. The last table is the last used.
 _tables: OrderedDict[str, tuple[int, Any]] = OrderedDict()
 
 
 class Shard(ABC):
-    """The samples of a shard, which is read in parts, each a file. No file stays open.
+    """The samples of a shard, which may be read in parts. Each part is a file. No file stays open.
 
     Args:
-        path: of the shard, or of its head, by which a part is found and made.
+        path: path of the whole shard, or of its head, which shows where the parts are.
         columns: the fields that samples have; None for all.
-        is_whole: False for the head.
-        partition: fields that all samples have by the shard's directory.
+        is_whole: False if `path` is the head.
+        partition: fields that all samples get from the shard's directory.
 
     Attributes:
-        column_names: of all samples; None where each sample has its own.
+        column_names: the fields of all samples; None if each sample has its own.
         ends: (P,) samples before the end of each part; a whole shard is one part.
         sizes: (P,) bytes of each part.
     """
@@ -93,49 +94,56 @@ class Shard(ABC):
         """Find the samples and the parts of the shard, or of the head, at `path`."""
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        if not len(self.ends):
+            return 0
+        return int(self.ends[-1])
 
     def find_parts(self, rows: Any) -> Any:
-        """Return the part of each sample, `WHOLE` of a whole shard."""
+        """Return the part with each sample; `WHOLE` for a whole shard."""
         parts = np.searchsorted(self.ends, rows, side="right")
-        return np.full_like(parts, WHOLE) if self.is_whole else parts
+        if self.is_whole:
+            return np.full_like(parts, WHOLE)
+        return parts
 
     def get(self, contents: Any) -> Fields:
-        """Return the fields of a sample that was loaded."""
+        """Return the wanted fields of a loaded sample."""
         fields = {**self.partition, **self.decode(contents)}
         if self.columns is None:
             return fields
-        if missing := [name for name in self.columns if name not in fields]:
-            raise DataError(f"columns: expected {missing[0]!r}, got only {', '.join(fields)}")
+        for name in self.columns:
+            if name not in fields:
+                raise DataError(f"columns: expected {name!r}, got only {', '.join(fields)}")
         return {name: fields[name] for name in self.columns}
 
     @abstractmethod
     def load(self, path: str, row: int) -> Any:
-        """Return what is stored of a sample, whose part is at `path`."""
+        """Return the stored contents of a sample from its part at `path`."""
 
     @abstractmethod
     def decode(self, contents: Any) -> Fields:
-        """Return all fields of a sample that was loaded. It reads no file."""
+        """Return all fields of a loaded sample. Reads no file."""
 
     @abstractmethod
     def make_part(self, number: int, file: Any, target: str) -> None:
-        """Copy a part of the shard, an open file, to a file of its own."""
+        """Copy a part of the shard from the open `file` to the path `target`."""
 
 
 class ByteShard(Shard):
-    """Samples that follow each other in a file; each is decoded by itself.
+    """Samples that follow each other in a file. Each is decoded by itself.
 
     Attributes:
-        offsets: (N + 1,) where each sample begins; the last one ends at the last of them.
-        bounds: (P + 1,) those between parts.
+        offsets: (N + 1,) beginnings of the samples, and the end of the last sample.
+        bounds: (P + 1,) beginnings of the parts, and the end of the last part.
     """
 
     offsets: NDArray[Any]
 
     def open(self, path: str) -> None:
-        self.offsets = self.find_offsets(path) if self.is_whole else self.read_head(path)
-        self.ends = np.array([len(self.offsets) - 1])
-        if not self.is_whole:
+        if self.is_whole:
+            self.offsets = self.find_offsets(path)
+            self.ends = np.array([len(self.offsets) - 1])
+        else:
+            self.offsets = self.read_head(path)
             self.ends = cut_parts(self.offsets)
         self.bounds = self.offsets[[0, *self.ends]].astype(np.int64)
         self.sizes = self.bounds[1:] - self.bounds[:-1]
@@ -146,11 +154,13 @@ class ByteShard(Shard):
 
     def read_head(self, path: str) -> NDArray[Any]:
         """Return `offsets` of a shard with this head."""
-        return np.fromfile(path, "<u8")[1:]  # after their checksum
+        return np.fromfile(path, "<u8")[1:]  # the offsets come after their checksum
 
     def load(self, path: str, row: int) -> bytes:
         begin, end = self.offsets[row : row + 2].tolist()
-        base = 0 if self.is_whole else int(self.bounds[self.find_parts(row)])
+        base = 0
+        if not self.is_whole:
+            base = int(self.bounds[self.find_parts(row)])
         return read_bytes(path, begin - base, end - base)
 
     def make_part(self, number: int, file: Any, target: str) -> None:
@@ -163,7 +173,7 @@ class ByteShard(Shard):
 
 
 def cut_parts(offsets: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the ends of parts of some `PART_BYTES`, as numbers of what lies between offsets."""
+    """Return the ends of parts with about `PART_BYTES` bytes, as indices into `offsets`."""
     limits = np.arange(int(offsets[0]) + PART_BYTES, int(offsets[-1]), PART_BYTES)
     ends: NDArray[np.int64] = np.unique([*np.searchsorted(offsets, limits), len(offsets) - 1])
     return ends
@@ -181,7 +191,7 @@ def read_bytes(path: str, begin: int, end: int) -> bytes:
 class TarShard(ByteShard):
     """A tar file in WebDataset's layout: the members of a sample lie side by side and share a name.
 
-    The fields are their contents in bytes by their extensions, such as jpg and json.
+    The fields are the members' contents as bytes, by extension, such as jpg and json.
     """
 
     def find_offsets(self, path: str) -> NDArray[Any]:
@@ -194,7 +204,8 @@ class TarShard(ByteShard):
     def decode(self, contents: bytes) -> Fields:
         fields: Fields = {}
         for _, name, begin, size in _read_members(contents):
-            if match := _MEMBER.fullmatch(name):
+            match = _MEMBER.fullmatch(name)
+            if match:
                 fields[KEY], extension = match[1], match[2].lower()
                 if extension in fields:
                     raise DataError(f"expected other names of samples, got {name} twice")
@@ -203,11 +214,11 @@ class TarShard(ByteShard):
 
 
 def find_tar_offsets(contents: bytes | mmap.mmap) -> NDArray[Any]:
-    """Return where the samples of a tar file begin, and where the last one ends.
+    """Return where the samples of a tar file begin, and where the last sample ends.
 
     Raises:
-        DataError: fields of a sample lie apart or have one name, a field is no plain file, or
-            another archive follows.
+        DataError: a sample's fields lie apart, two of its fields have the same name, a field is not
+            a plain file, or another archive follows.
     """
     begins, keys, end = array("q"), array("q"), 0
     for is_new, key, name, (first, begin, size) in _read_fields(contents):
@@ -227,19 +238,23 @@ def find_tar_offsets(contents: bytes | mmap.mmap) -> NDArray[Any]:
 def _read_fields(
     contents: bytes | mmap.mmap,
 ) -> Iterator[tuple[bool, str, str, tuple[int, int, int]]]:
-    """Yield of each field in a tar file whether it is the first one of a sample, the sample's key,
-    the field's name, and the numbers of `_read_members`.
+    """Yield the fields in a tar file.
+
+    Each is yielded as a tuple: whether it is the sample's first field, the sample's key, the
+    field's name, and the numbers of `_read_members`.
     """
     key = None
     for first, name, begin, size in _read_members(contents, has_end=True):
-        if match := _MEMBER.fullmatch(name):
+        match = _MEMBER.fullmatch(name)
+        if match:
             yield match[1] != key, match[1], match[2].lower(), (first, begin, size)
             key = match[1]
 
 
 def _check_fields(contents: bytes | mmap.mmap) -> None:
-    """Raise DataError if a sample's fields lie apart. Another sample of the same key may follow: it
-    has no field that the first one has not.
+    """Raise DataError if a sample's fields lie apart.
+
+    Another sample with the same key may follow if it has no fields that the first sample lacks.
     """
     known: dict[str, set[str]] = {}
     is_again = False
@@ -258,10 +273,11 @@ def _check_fields(contents: bytes | mmap.mmap) -> None:
 def _read_members(
     contents: bytes | mmap.mmap, has_end: bool = False
 ) -> Iterator[tuple[int, str, int, int]]:
-    """Yield of each file in a tar file, or in a piece of one without its end, where its headers
-    begin, its name, and where its contents begin and how long they are.
+    """Yield the files in a tar file, or in a piece of a tar file without its end.
 
-    By `tarfile`, which takes ten times as long, only from a header on that is not a plain one.
+    Each is yielded as a tuple: where its headers begin, its name, where its contents begin, and
+    their length. `tarfile` takes ten times as long, so it only reads on from the first header that
+    is not plain.
     """
     first = place = 0
     while place < len(contents):
@@ -278,35 +294,42 @@ def _read_members(
         if has_end and contents:
             raise _cut_short(contents)
         return
-    file = io.BytesIO(contents) if isinstance(contents, bytes) else contents
+    file = _as_file(contents)
     file.seek(first)
     with _naming_cut(contents, first), tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             if _is_plain(member):
                 yield member.offset, member.name, member.offset_data, member.size
-        # where `tarfile` takes a damaged header for the end
+        # `tarfile` takes a damaged header for the end.
         rest = contents[tar.offset : tar.offset + tarfile.BLOCKSIZE]
         if has_end and len(rest) < tarfile.BLOCKSIZE:
             raise _cut_short(contents)
         if any(rest) or (rest and not has_end):
             raise DataError(f"expected the header of a member at byte {tar.offset}")
-        if more := _NONZERO.search(contents, tar.offset):
+        more = _NONZERO.search(contents, tar.offset)
+        if more:
             raise DataError(
                 f"expected the end of the archive at byte {tar.offset}, got more at byte "
                 f"{more.start()}: join archives with `tar --concatenate`"
             )
 
 
+def _as_file(contents: bytes | mmap.mmap) -> io.BytesIO | mmap.mmap:
+    if isinstance(contents, bytes):
+        return io.BytesIO(contents)
+    return contents
+
+
 @contextlib.contextmanager
 def _naming_cut(contents: bytes | mmap.mmap, first: int) -> Iterator[None]:
-    """Raise an error of `tarfile` in the block as DataError if a tar file is cut short: it has a
-    header at its byte `first`.
+    """Turn an error of `tarfile` in the block into a DataError if the tar file is cut short, which
+    is so if a header is at byte `first`.
     """
     try:
         yield
     except DataError:
         raise
-    except (tarfile.ReadError, ValueError):  # ValueError: a map ends before what a header announces
+    except (tarfile.ReadError, ValueError):  # ValueError: a header announces more than the map has
         with contextlib.suppress(tarfile.HeaderError):
             header = contents[first : first + tarfile.BLOCKSIZE]
             tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape")
@@ -322,9 +345,7 @@ def _cut_short(contents: bytes | mmap.mmap) -> DataError:
 
 
 def _is_plain(member: tarfile.TarInfo) -> bool:
-    """Return whether a member is a file. Raises DataError if a field's contents are not behind its
-    header.
-    """
+    """Return whether a member is a file. Raises DataError for a field that is not a plain file."""
     is_file = member.isreg() and member.sparse is None
     if is_file or member.isdir() or not _MEMBER.fullmatch(member.name):
         return is_file
@@ -339,8 +360,10 @@ def _is_plain(member: tarfile.TarInfo) -> bool:
 
 
 def _read_header(contents: bytes | mmap.mmap, place: int) -> tuple[str, int] | None:
-    """Return name and size of the file whose header is at a place in a tar file; no name if it
-    extends the next one and has nothing to say; None if only `tarfile` can tell.
+    """Return the name and the size of the file with a header at `place` in a tar file.
+
+    The name is "" for an extended header without values for the next header. None means that only
+    `tarfile` can read the header.
     """
     header = contents[place : place + tarfile.BLOCKSIZE]
     if len(header) < tarfile.BLOCKSIZE:
@@ -370,10 +393,12 @@ class JsonLines(ByteShard):
 
     def find_offsets(self, path: str) -> NDArray[Any]:
         size = os.path.getsize(path)
-        contents = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        contents = np.empty(0, np.uint8)
+        if size:
+            contents = np.memmap(path, np.uint8, "r")
         ends = np.append(np.flatnonzero(contents == ord("\n")), size)
         begins = np.concatenate([[0], ends[:-1] + 1])
-        # An object has two bytes at least; an empty line may have the one of a carriage return.
+        # An object has at least two bytes. An empty line may have one byte, a carriage return.
         return np.append(begins[ends - begins > 1], size)
 
     def decode(self, contents: bytes) -> Fields:
@@ -384,7 +409,7 @@ class JsonLines(ByteShard):
 
 
 class MdsShard(ByteShard):
-    """A file of MosaicML's streaming format, version 2, with its columns decoded."""
+    """A file in MosaicML's streaming format, version 2."""
 
     def find_offsets(self, path: str) -> NDArray[Any]:
         count = int.from_bytes(read_bytes(path, 0, 4), "little")
@@ -401,8 +426,10 @@ class MdsShard(ByteShard):
     def decode(self, contents: bytes) -> Fields:
         place, sizes = 0, []
         for _, _, size in self.kinds:
-            sizes.append(size or int.from_bytes(contents[place : place + 4], "little"))
-            place += 0 if size else 4
+            if not size:
+                size = int.from_bytes(contents[place : place + 4], "little")
+                place += 4
+            sizes.append(size)
         fields = {}
         for (name, encoding, _), size in zip(self.kinds, sizes, strict=True):
             if self.columns is None or name in self.columns:
@@ -413,13 +440,13 @@ class MdsShard(ByteShard):
 
 def _copy_mds_head(file: Any, target: str) -> None:
     contents = file.read(MDS_HEAD)
-    end = int.from_bytes(contents[4:8], "little")  # where the first sample begins
+    end = int.from_bytes(contents[4:8], "little")  # beginning of the first sample
     contents += file.read(max(0, end - len(contents)))
     Path(target).write_bytes(contents[:end])
 
 
 def decode_mds(encoding: str, data: bytes) -> Any:
-    """Return a value of MosaicML's format. Raises DataError for an encoding that is not known."""
+    """Return a value in MosaicML's format. Raises DataError for an unknown encoding."""
     kind, _, detail = encoding.partition(":")
     if kind in _MDS:
         return _MDS[kind](data)
@@ -436,7 +463,9 @@ def decode_mds(encoding: str, data: bytes) -> Any:
         return _decode_array(detail, data)
     if re.fullmatch(r"u?int(8|16|32|64)|float(16|32|64)", encoding):
         return np.frombuffer(data, encoding)[0]
-    why = ", which runs code of whoever wrote it: give a `reader`" if kind == "pkl" else ""
+    why = ""
+    if kind == "pkl":
+        why = ", which runs code of whoever wrote it: give a `reader`"
     raise DataError(f"expected an encoding of MDS, got {encoding!r}{why}")
 
 
@@ -449,7 +478,7 @@ _MDS: dict[str, Callable[[bytes], Any]] = {
     "str_decimal": lambda data: decimal.Decimal(data.decode()),
     "json": json.loads,
 }
-# The numbers of types in arrays without one in the index.
+# The numbers of types, for arrays without a type in the index.
 _TYPES = {
     8: "uint8",
     9: "int8",
@@ -471,13 +500,13 @@ def _decode_array(detail: str, data: bytes) -> Any:
         kind, data = _TYPES[data[0]], data[1:]
     if shape:
         return np.frombuffer(data, kind).reshape([int(each) for each in shape.split(",")]).copy()
-    dimensions, width = data[0] >> 2, 1 << (data[0] & 3)  # bytes of each length
+    dimensions, width = data[0] >> 2, 1 << (data[0] & 3)  # width: bytes per dimension's length
     end = 1 + dimensions * width
     return np.frombuffer(data[end:], kind).reshape(np.frombuffer(data[1:end], f"<u{width}")).copy()
 
 
 class ParquetShard(Shard):
-    """A Parquet file. A part has some of its row groups, unpacked to Arrow's own format."""
+    """A Parquet file. A part has some of the row groups, in Arrow's own format."""
 
     def open(self, path: str) -> None:
         import pyarrow.parquet
@@ -485,9 +514,10 @@ class ParquetShard(Shard):
         self.footer = footer = pyarrow.parquet.read_metadata(path)
         names = footer.schema.to_arrow_schema().names
         self.column_names = [*(name for name in self.partition if name not in names), *names]
-        if missing := [name for name in self.columns or () if name not in self.column_names]:
-            got = ", ".join(self.column_names)
-            raise DataError(f"columns: expected {missing[0]!r}, got only {got}")
+        for name in self.columns or ():
+            if name not in self.column_names:
+                got = ", ".join(self.column_names)
+                raise DataError(f"columns: expected {name!r}, got only {got}")
         groups = list(map(footer.row_group, range(footer.num_row_groups)))
         offsets = np.cumsum([0, *(each.total_byte_size for each in groups)])
         rows = np.cumsum([0, *(each.num_rows for each in groups)])
@@ -502,14 +532,19 @@ class ParquetShard(Shard):
         names = [name for name in self.columns or own if name in own]
         check_names(own, names)
         schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
-        groups = range(int(self.groups[number - 1]) if number else 0, int(self.groups[number]))
+        first = 0
+        if number:
+            first = int(self.groups[number - 1])
+        groups = range(first, int(self.groups[number]))
         with naming_column(source, groups, names), pyarrow.ipc.new_file(target, schema) as writer:
             for batch in source.iter_batches(row_groups=groups, columns=names):
                 writer.write_batch(batch.select(names))
 
     def load(self, path: str, row: int) -> dict[str, Any]:
         number, table = int(self.find_parts(row)), _open_arrow(path)
-        place = row - (int(self.ends[number - 1]) if number else 0)
+        place = row
+        if number:
+            place -= int(self.ends[number - 1])
         return {name: table[name][place] for name in table.column_names}
 
     def decode(self, contents: dict[str, Any]) -> Fields:
@@ -517,22 +552,24 @@ class ParquetShard(Shard):
         for name, scalar in contents.items():
             try:
                 fields[name] = _value(scalar)
-            except Exception as error:  # such as of text that is not in UTF-8
+            except Exception as error:  # for example, text is not in UTF-8
                 raise DataError(f"column {name!r}: {in_one_line(error)}") from error
         return fields
 
 
 def check_names(all_names: Sequence[str], names: Sequence[str]) -> None:
-    """Raise DataError if several columns have one of these names: none of them can be read."""
+    """Raise DataError if several columns have one of these names, because none can be read then."""
     for name in names:
-        if (count := all_names.count(name)) > 1:
+        count = all_names.count(name)
+        if count > 1:
             raise DataError(f"columns: expected names that differ, got {name!r} {count} times")
 
 
 @contextlib.contextmanager
 def naming_column(source: Any, groups: Iterable[int], names: Sequence[str]) -> Iterator[None]:
-    """Raise an error of the block as DataError that names the first row group and column that
-    cannot be read; as it is if they all can.
+    """Turn an error in the block into a DataError that names the damaged row group and column.
+
+    If each row group and column can be read, the error is raised as it is.
 
     Args:
         source: the Parquet file that the block reads.
@@ -552,7 +589,7 @@ def naming_column(source: Any, groups: Iterable[int], names: Sequence[str]) -> I
 
 
 def _open_arrow(path: str) -> Any:
-    """Return the table in a file, which is mapped."""
+    """Return the table in a file, which is mapped into memory."""
     import pyarrow
 
     inode = os.stat(path).st_ino
@@ -561,14 +598,14 @@ def _open_arrow(path: str) -> Any:
         close_removed()
         with pyarrow.memory_map(path) as file:
             table = pyarrow.ipc.open_file(file).read_all()
-    _tables[path] = inode, table  # the last one that was used
+    _tables[path] = inode, table  # moves the table to the end
     while len(_tables) > MAX_MAPPED:
         _tables.popitem(last=False)
     return table
 
 
 def close_removed() -> None:
-    """Close the mapped files that were removed, which take space on their disk until then."""
+    """Close mapped files that were removed, because they take space on the disk until then."""
     for path, (inode, _) in list(_tables.items()):
         try:
             is_there = os.stat(path).st_ino == inode
@@ -579,20 +616,20 @@ def close_removed() -> None:
 
 
 def _value(scalar: Any) -> Any:
-    """Return a value of Parquet as Python's, and a list of numbers as an array."""
+    """Return a Parquet value as a Python value, and a list of numbers as an array."""
     import pyarrow.types as types
 
     kind = scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     is_list = is_list and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type))
     if is_list and scalar.is_valid and not scalar.values.null_count:
-        # a copy: the values lie in a mapped file, where a write would end the process
+        # The array is a copy. To write into the mapped file would end the process.
         return np.array(scalar.values.to_numpy(zero_copy_only=False))
     return scalar.as_py()
 
 
 class PickledShard(ByteShard):
-    """The samples that a reader of the user's has returned, in a file of our own."""
+    """The samples that a user's reader returned, in a file of the cache."""
 
     def find_offsets(self, path: str) -> NDArray[Any]:
         size = os.path.getsize(path)
@@ -606,48 +643,54 @@ class PickledShard(ByteShard):
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a kind are opened."""
+    """How to open the files of a kind."""
 
-    shard: Callable[..., Shard]  # of `Shard`'s arguments
-    unpack: Callable[[str, str], None] | None = None  # a whole file to another
-    has_whole: bool = True  # False where only parts can be read
-    # the head of an open file to another; None where it is the offsets beside the index
+    shard: Callable[..., Shard]  # takes `Shard`'s arguments
+    unpack: Callable[[str, str], None] | None = None  # unpacks a whole file to another path
+    has_whole: bool = True  # False if only parts can be read
+    # copies the head of an open file to a path; None if the offsets beside the index are the head
     copy_head: Callable[[Any, str], None] | None = None
     partition: Mapping[str, Any] = field(default_factory=dict)  # see `Shard`
 
 
 def find_format(name: str, read: Read | None) -> Format | None:
-    """Return the format of a file by its name; None if it is none. `read` reads any.
+    """Return the format of a file by its name, or None if it is not a shard. `read` reads any file.
 
-    What it needs is imported here, before threads read: a process that is forked while a thread
-    imports waits for ever for what that thread has begun to import.
+    Required packages are imported here, before threads read. If a thread imports a package during a
+    fork, the forked process waits for this import forever.
     """
     if read is not None:
         return Format(PickledShard, lambda source, target: _pickle(read(source), target))
     stem, suffix = os.path.splitext(name.lower().partition("?")[0])
     if suffix == ".tgz":
         stem, suffix = f"{stem}.tar", ".gz"
-    if compression := COMPRESSIONS.get(suffix):
+    compression = COMPRESSIONS.get(suffix)
+    if compression:
         found = _FORMATS.get(os.path.splitext(stem)[1])
         if found is None or not found.has_whole:
             return None
         _import_arrow()
-        unpack = lambda source, target: _decompress(source, target, compression)  # noqa: E731
-        return Format(found.shard, unpack)
+        return Format(found.shard, functools.partial(_decompress, compression=compression))
     if suffix == ".parquet":
         _import_arrow()
     found = _FORMATS.get(suffix)
-    has_partition = found is not None and found.shard in (ParquetShard, JsonLines)
-    return replace(found, partition=find_partition(name)) if found and has_partition else found
+    if found is not None and found.shard in (ParquetShard, JsonLines):
+        return replace(found, partition=find_partition(name))
+    return found
 
 
 def find_partition(name: str) -> dict[str, Any]:
-    """Return the columns that a file's directories have, such as `label=cat/0.parquet` in Hive's
-    layout. Their values are text, or None.
+    """Return the columns in the names of a file's directories, such as `label=cat/0.parquet` in
+    Hive's layout. Their values are text, or None.
     """
-    parts = [each.partition("=") for each in name.partition("?")[0].split("/")[:-1]]
-    values = {column: urllib.parse.unquote(value) for column, sign, value in parts if sign}
-    return {name: None if value == HIVE_NULL else value for name, value in values.items()}
+    found: dict[str, Any] = {}
+    for directory in name.partition("?")[0].split("/")[:-1]:
+        column, sign, text = directory.partition("=")
+        if sign:
+            found[column] = urllib.parse.unquote(text)
+            if found[column] == HIVE_NULL:
+                found[column] = None
+    return found
 
 
 def _import_arrow() -> None:

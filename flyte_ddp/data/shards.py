@@ -1,7 +1,7 @@
-"""`Shards`: samples in files of a store, of any size, as one data set.
+"""`Shards`: samples in a store's files, of any total size, as one data set.
 
-It knows the order of an epoch for a loop that asks for it (`session.batches`, a recipe's), and
-neither ranks nor loader processes. No torch.
+It knows the order of an epoch, for a loop that uses it, such as `session.batches` and a recipe's
+loop. It knows neither ranks nor loader processes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import has_password
 from flyte_ddp.storage.failures import is_of_machine
 
-DEFAULT_CACHE_BYTES = 64 << 30  # or half of what is free on the disk, if that is less
-MAX_TOLD = 10  # samples that were ignored, of each process
+DEFAULT_CACHE_BYTES = 64 << 30  # default, or half of the disk's free space if that is less
+MAX_TOLD = 10  # ignored samples that each process logs
 
 logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """Samples in an order of their own, of which coming ones are fetched."""
+    """Samples in an order of their own. The files of coming samples are fetched ahead."""
 
     def __len__(self) -> int: ...
 
@@ -51,13 +51,13 @@ class Stream(Protocol):
         """Return the order of an epoch."""
 
     def num_ahead(self, order: Order, num_ranks: int) -> float:
-        """Return how many samples' files may be fetched ahead; infinite where none are copied."""
+        """Return how many samples may be fetched ahead; infinite if no files are copied."""
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
+        """Return plain values that decide, with seed and epoch, the order of an epoch."""
 
     def continue_order(self, described: Mapping[str, Any]) -> Stream:
-        """Return the data as they were in the epoch whose order is `described`, in its lanes."""
+        """Return the data with the files and lanes of the `described` order."""
 
     def batches(
         self,
@@ -68,12 +68,12 @@ class Stream(Protocol):
         take: Callable[[list[int]], Sequence[int]],
         num_ranks: int,
     ) -> Iterator[list[int]]:
-        """Yield the samples of each global batch of an epoch, without those of the `first` samples,
-        lane by lane. Meanwhile the files of coming batches are fetched.
+        """Yield the samples of each global batch of an epoch, lane by lane, after the `first`
+        samples. Meanwhile the files of coming batches are fetched.
 
         Args:
-            take: returns the part of a batch that is read here.
-            num_ranks: that share the batches.
+            take: function that returns this process's part of a batch.
+            num_ranks: number of ranks that share a batch.
 
         Raises:
             ConfigError: the shards that this machine reads at once do not fit in the cache.
@@ -85,44 +85,46 @@ class Stream(Protocol):
                 yield order.batch(start, global_batch_size).tolist()
 
         num_ahead = self.num_ahead(order, num_ranks)
-        distance = int(num_ahead / global_batch_size) if num_ahead < math.inf else 0
+        distance = 0
+        if num_ahead < math.inf:
+            distance = int(num_ahead / global_batch_size)
         return fetch_ahead(draw(), map(take, draw()), self.prefetch, distance)
 
 
 @dataclass(frozen=True, eq=False)
 class Shards(Stream):
     """Samples in shards: tar files in WebDataset's layout, Parquet, MosaicML's MDS, JSON lines, or
-    what a reader of yours knows.
+    files for a reader of your own.
 
         data = Shards("s3://bucket/train", transform=decode)
         for batch, weight in session.batches(data, 256, epoch, num_workers=4):
 
-    Each sample of an epoch is in one batch of one rank, at any number of ranks, and a rank fetches
-    about its part of the shards only. A run goes on in mid-epoch at another number of ranks. It
-    reads an index, which `prepare` makes once where there is none.
+    Each sample of an epoch is in one batch of one rank, at any number of ranks. A rank fetches
+    little more than its part of the shards. A run can resume in mid-epoch at another number of
+    ranks. The shards need an index, which `prepare` makes once.
 
     Args:
-        source: a path or URL that all files below belong to, or a list of the shards' URLs.
-        transform: makes a sample of a record's fields, in the loader process. The fields are a
-            dict; a tar's are the members' contents in bytes by their extensions. Random draws are
-            seeded by seed, epoch and sample.
+        source: a path or URL with all shards below it, or a list of the shards' URLs.
+        transform: function that makes a sample from a record's fields, in the loader process. The
+            fields are a dict. A tar's fields are the members' contents as bytes, by extension.
+            Random numbers are seeded by seed, epoch and sample.
         columns: the fields that are read; None for all.
-        index: URL of the index, if it does not lie beside the shards.
-        reader: yields the records, dicts, of a shard that was fetched to a local path, in the same
-            order each time. With it shards may be any kind of file.
-        lanes: in which the shards of an epoch are read side by side. They and `window` follow from
-            the batch size and the index, and may be given.
+        index: URL of the index, if it is not beside the shards.
+        reader: function that yields the records of a shard at a local path as dicts, in the same
+            order each time. With a reader, shards may be any kind of file.
+        lanes: number of lanes. The shards of an epoch are read in lanes side by side. By default
+            lanes and `window` follow from the batch size and the index.
         window: samples of a lane that are shuffled with each other.
-        cache_dir: a directory of this user's for fetched shards; by default a temporary one.
-        cache_gib: its size, of all processes of a machine together.
-        unreadable: "fail", or "ignore" to go on where a sample cannot be decoded or transformed: it
-            keeps its place, with weight 0, and is counted and logged. A shard is never ignored, nor
-            is an error of this machine, such as too many open files.
+        cache_dir: a directory of this user for fetched shards; by default a temporary directory.
+        cache_gib: size of the cache, for all processes of a machine together.
+        unreadable: "fail", or "ignore" for samples that cannot be decoded or transformed. An
+            ignored sample keeps its place, with weight 0, and is counted and logged. A damaged
+            shard is never ignored, nor is an error of this machine, such as too many open files.
 
     Raises:
-        ConfigError: an argument is not of its kind.
-        DataError: there is no index, or it is none; or, once it is read, a shard is gone, damaged
-            or not the one of the index. Names the shard, and the sample.
+        ConfigError: an argument has a wrong value.
+        DataError: the index is missing or damaged, or a shard is missing, damaged or different
+            from the index. The message names the shard and the sample.
         StorageUnavailable: a store was away for too long, or the disk is full.
     """
 
@@ -137,21 +139,25 @@ class Shards(Stream):
     cache_dir: str | None = None
     cache_gib: float | None = None
     unreadable: str = "fail"
-    UNREADABLE: ClassVar[object] = object()  # the sample that one is that is ignored
+    UNREADABLE: ClassVar[object] = object()  # value of an ignored sample
 
     def __post_init__(self) -> None:
-        urls = [self.source] if isinstance(self.source, str) else list(self.source)
+        if isinstance(self.source, str):
+            urls = [self.source]
+        else:
+            urls = list(self.source)
         if not urls or not all(isinstance(each, str) and each for each in urls):
             raise ConfigError(
                 f"source: expected a path or URL, or a list of URLs, got {self.source!r}"
             )
-        if any(map(has_password, urls)):  # which every rank would store
+        if any(map(has_password, urls)):  # every rank would store the password
             raise ConfigError(
                 "source: expected URLs without a user name or a password; give them in the "
                 "environment instead"
             )
         for name in ("lanes", "window"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 object.__setattr__(self, name, whole_number(name, value, minimum=1))
         if self.unreadable not in ("fail", "ignore"):
             raise ConfigError(f'unreadable: expected "fail" or "ignore", got {self.unreadable!r}')
@@ -159,10 +165,10 @@ class Shards(Stream):
             finite_number("cache_gib", self.cache_gib, above=0)
 
     def prepare(self) -> str:
-        """Make the index if there is none, or add shards that are new; return a description.
+        """Make the index if it is missing, or add new shards to it. Return a description.
 
-        To be called once, before the ranks start: by a recipe's `prepare`, or on one machine. It
-        reads tar files and JSON lines whole, and of Parquet and MDS the heads.
+        Call this once before the ranks start, in a recipe's `prepare` or on one machine. It reads
+        whole tar files and JSON lines, but only the heads of Parquet and MDS files.
         """
         return prepare_index(self._files, self.index or "", self.reader, columns=self.columns)
 
@@ -177,7 +183,9 @@ class Shards(Stream):
         try:
             with reading(self._files, entry, f"sample {row}"):
                 fields = shard.get(contents)
-                return self.transform(fields) if self.transform else fields
+                if self.transform:
+                    return self.transform(fields)
+                return fields
         except DataError as error:
             if self.unreadable == "fail" or is_of_machine(error.__cause__):
                 raise
@@ -187,7 +195,7 @@ class Shards(Stream):
             return self.UNREADABLE
 
     def key(self, sample: int) -> str:
-        """Return the URL of a sample's shard, and its row there."""
+        """Return the URL of a sample's shard, and the sample's row there."""
         entry, row = self._find(sample)
         return f"{self._files.join(entry.name)} row {row}"
 
@@ -214,7 +222,7 @@ class Shards(Stream):
         return len(self._index)
 
     def describe_shards(self) -> dict[str, Any]:
-        """Return the plain values that tell these shards from others."""
+        """Return plain values that distinguish these shards from other shards."""
         return {
             "number of shards": self.num_shards,
             "checksum of the shards": self._index.checksum(),
@@ -222,7 +230,7 @@ class Shards(Stream):
         }
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
+        """Return plain values that decide, with seed and epoch, the order of an epoch."""
         order = self.order(global_batch_size, seed, 0)
         return {
             **self.describe_shards(),
@@ -233,16 +241,16 @@ class Shards(Stream):
         }
 
     def continue_order(self, described: Mapping[str, Any]) -> Shards:
-        """Return the shards that were there in the epoch whose order is `described`, in its lanes.
+        """Return the shards and lanes of the `described` order.
 
-        Where they are others, what `describe_order` returns of them tells.
+        If the shards have changed since, their `describe_order` differs from `described`.
         """
         lanes, window = described.get("lanes"), described.get("window")
         found = dataclasses.replace(self, lanes=lanes, window=window)
         return found.take_first(described.get("number of shards"))
 
     def take_first(self, count: int | None) -> Shards:
-        """Return the first shards of the index, all for None, and log that there are more."""
+        """Return the first `count` shards, or all for None. Log a warning if there are more."""
         found, head = dataclasses.replace(self), self._index.head(count)
         if len(head) < self.num_shards:
             logger.warning(
@@ -258,27 +266,27 @@ class Shards(Stream):
         return self.make_order(lanes, seed, epoch)
 
     def make_order(self, lanes: int, seed: int, epoch: int, share: float = 1.0) -> EpochOrder:
-        """Return the order of an epoch in so many lanes.
+        """Return the order of an epoch in `lanes` lanes.
 
         Args:
-            share: of what may be open, of these shards.
+            share: share of these shards in the samples and bytes of open windows.
         """
         fits = choose_window(lanes, len(self), self._index.num_bytes)
         window = self.window or max(1, int(share * fits))
         return EpochOrder(self._index.samples, seed, epoch, lanes, window)
 
     def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
-        """Return for how many samples ahead of those that are read the cache has room.
+        """Return how many samples may be fetched ahead without filling the cache.
 
-        A lane needs its open window, and the two shards that this ends in. Files leave the cache in
-        the order of their last use. So that none is one that was fetched ahead, there is room for
-        as many that were used.
+        A lane needs its open window and the two shards at the window's ends. Files leave the cache
+        in the order of their last use. The cache must keep as many used files as files that were
+        fetched ahead, so that the used files leave first.
 
         Args:
-            part: of the cache, for these shards.
+            part: part of the cache for these shards.
 
         Raises:
-            ConfigError: what this machine reads at once does not fit.
+            ConfigError: the shards that this machine reads at once do not fit.
         """
         assert isinstance(order, EpochOrder)
         if not self._cache.has_copies(self._index.entry(0)):
@@ -286,16 +294,17 @@ class Shards(Stream):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         lanes = min(order.lanes, -(-order.lanes * ranks // num_ranks) + ranks)
         sizes = self._index.sizes[self._index.sizes >= 0]
-        if not len(sizes):  # of HTTP without lengths: a batch is fetched when it is needed
+        if not len(sizes):  # an HTTP server sends no lengths, so nothing is fetched ahead
             return 0.0
         num_bytes = int(sizes.mean() * self.num_shards)
         window = order.window * num_bytes // len(self)
         needed = lanes * (window + 2 * int(sizes.max()))
         needed, limit = min(needed, num_bytes), self._cache.limit * part
         if needed > limit:
+            expected, got = needed / part / 2**30, self._cache.limit / 2**30
             raise ConfigError(
-                f"cache_gib: expected at least {needed / part / 2**30:.3g}, for windows of "
-                f"{order.window} samples in {lanes} lanes, got {self._cache.limit / 2**30:.3g}"
+                f"cache_gib: expected at least {expected:.3g}, for windows of "
+                f"{order.window} samples in {lanes} lanes, got {got:.3g}"
             )
         return order.lanes * order.window * min(1.0, (limit / max(1, needed) - 1) / 2)
 
@@ -303,7 +312,9 @@ class Shards(Stream):
     def _files(self) -> Source:
         if not isinstance(self.source, str):
             return Source(tuple(self.source), READ_TIMEOUT)
-        place = self.source if "://" in self.source else os.path.abspath(self.source)
+        place = self.source
+        if "://" not in place:
+            place = os.path.abspath(place)
         return Source(place.rstrip("/"), READ_TIMEOUT)
 
     @functools.cached_property

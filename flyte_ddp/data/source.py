@@ -1,6 +1,6 @@
-"""The place of shards: below a prefix, or at a list of URLs. Listed, and fetched with retries.
+"""The place of shards, below a prefix or at a list of URLs. Lists and fetches files with retries.
 
-Credentials come from the environment (`flyte_ddp.storage`), and are in no index and no pickle.
+Credentials come from the environment (`flyte_ddp.storage`). No index and no pickle contains them.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from flyte_ddp.storage import Storage, redact_url
 
 T = TypeVar("T")
 
-CONCURRENT_READS = 8  # of a process
-# seconds that a store of samples is waited for; below the default stall_timeout
+CONCURRENT_READS = 8  # reads of a process at once
+# seconds to wait for a store of samples; less than the default stall_timeout
 READ_TIMEOUT = 240.0
-# Keys of what file systems report: what follows from a file's contents, and times of its change.
+# Keys in file systems' `info`: versions that follow from a file's contents, and times of change.
 VERSIONS = ("ETag", "etag", "Content-MD5", "Digest")
 TIMES = ("Last-Modified", "LastModified", "last_modified", "modified", "modify", "mtime")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A shard as the index has it."""
+    """A shard as the index describes it."""
 
     name: str
-    samples: int  # -1 where they are to be counted
-    size: int  # bytes; -1 where not known
-    # In a store; "" where it is not known. Of a file on this machine its `Source.stamp` when the
-    # index was read; the index itself has "", because it may travel.
+    samples: int  # -1 if they have to be counted
+    size: int  # bytes; -1 if unknown
+    # the store's version; "" if unknown. A file on this machine has its `Source.stamp` from the
+    # time when the index was read. The index itself has "" then, because it may travel.
     version: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """The place of shards. A name is relative to the prefix, or a URL of the list.
+    """The place of shards. A name is relative to the prefix, or a URL in the list.
 
-    Each process has clients of its own, because a client's connections and threads survive neither
-    a fork nor a pickle.
+    Each process has its own clients, because a client's connections and threads survive neither a
+    fork nor a pickle.
     """
 
     place: str | tuple[str, ...]
-    timeout: float  # seconds that a store is waited for
+    timeout: float  # seconds to wait for a store
 
     def find(self) -> dict[str, dict[str, Any]]:
-        """Return the file system's `info` of each file, by its name. Raises as `Storage.find`, and
+        """Return the file system's `info` of each file, by name. Raises as `Storage.find` does, and
         DataError for a URL without a file.
         """
         if isinstance(self.place, str):
@@ -67,7 +67,7 @@ class Source:
             return dict(zip(self.place, threads.map(look, self.place), strict=True))
 
     def info(self, name: str) -> dict[str, Any]:
-        """Return the file system's `info` of a file. Raises FileNotFoundError if there is none."""
+        """Return the file system's `info` of a file. Raises FileNotFoundError if it is missing."""
         storage, path = self._storage(name)
 
         def look() -> dict[str, Any]:
@@ -77,9 +77,7 @@ class Source:
         return storage.retry(look)
 
     def look(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the file system's `info` of each of these files; nothing for one that is not
-        there.
-        """
+        """Return the file system's `info` of each file. It is empty if the file is missing."""
 
         def look(name: str) -> dict[str, Any]:
             with contextlib.suppress(FileNotFoundError):
@@ -90,56 +88,64 @@ class Source:
             return dict(zip(names, threads.map(look, names), strict=True))
 
     def stamp(self, name: str) -> str:
-        """Return the times of change of a file on this machine, and its inode; "" for one in a
-        store, or none.
+        """Return the times of change and the inode of a file on this machine. Return "" for a
+        missing file or a file in a store.
 
-        It counts in one attempt alone: inputs are downloaded anew for each, and each node has its
-        own copy.
+        A stamp is valid in one attempt only: inputs are downloaded anew for each attempt, and each
+        node has its own copy.
         """
         path = self.local_path(name)
+        if not path:
+            return ""
         try:
-            status = os.stat(path) if path else None
+            status = os.stat(path)
         except OSError:
             return ""
-        return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}" if status else ""
+        return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
     def version(self, name: str, info: Mapping[str, Any]) -> str:
-        """Return the version of a file in a store from its `info`; "" of one on a disk."""
-        return "" if self.is_local(name) else version_of(info)
+        """Return the version of a file in a store from its `info`; "" for a file on a disk."""
+        if self.is_local(name):
+            return ""
+        return version_of(info)
 
     def is_local(self, name: str) -> bool:
         return self._storage(name)[0].is_local
 
     def local_path(self, name: str) -> str:
-        """Return where a file lies on this machine; "" if it is in a store."""
+        """Return the path of a file on this machine; "" for a file in a store."""
         storage, path = self._storage(name)
-        return path if storage.is_local else ""
+        if not storage.is_local:
+            return ""
+        return path
 
     def fetch(self, name: str, file: str) -> None:
-        """Copy a file to the local path `file`. Raises FileNotFoundError if there is none."""
+        """Copy a file to the local path `file`. Raises FileNotFoundError if it is missing."""
         storage, path = self._storage(name)
         storage.retry(lambda: storage.file_system.get_file(path, file))
 
     def has_ranges(self, name: str) -> bool:
-        """Return whether parts of a file can be fetched. Not each HTTP server answers with them."""
+        """Return whether parts of a file can be fetched. Some HTTP servers send all of it."""
         return not self._storage(name)[0].url.startswith("http")
 
     def read_parts(self, name: str, read: Callable[[Any], T]) -> T:
-        """Return the result of `read`, which is called with the open file. The errors of this file
-        are waited for, and those of `read` itself are raised as they are.
+        """Return the result of `read`, which is called with the open file.
+
+        After an error of the store, `read` is called again. Its own errors are raised as they are.
         """
         storage, path = self._storage(name)
 
         def read_open() -> T | Exception:
             storage.file_system.invalidate_cache()
-            # without a cache: what is asked for is fetched, and no more
+            # Without fsspec's cache only the requested bytes are fetched.
             with storage.file_system.open(path, "rb", cache_type="none") as file:
                 watched = _WatchedFile(file)
                 try:
                     return read(watched)
                 except Exception as error:
+                    # Another try cannot change an error of the contents or of this disk.
                     if watched.error is None:
-                        return error  # of the contents or of this disk, which no other try changes
+                        return error
                     raise watched.error from None
 
         found = storage.retry(read_open)
@@ -148,20 +154,26 @@ class Source:
         return found
 
     def join(self, name: str) -> str:
-        """Return the URL of a file, as an error shows it."""
-        return redact_url(name if isinstance(self.place, tuple) else f"{self.place}/{name}")
+        """Return the URL of a file without secrets, for error messages."""
+        if isinstance(self.place, tuple):
+            return redact_url(name)
+        return redact_url(f"{self.place}/{name}")
 
     def _storage(self, name: str) -> tuple[Storage, str]:
-        """Return the storage of a file and its path there."""
-        place = self.place if isinstance(self.place, str) else name.rpartition("/")[0]
+        """Return the storage of a file and the file's path there."""
+        if isinstance(self.place, str):
+            place, relative = self.place, name
+        else:
+            place, _, relative = name.rpartition("/")
         storage = _open(os.getpid(), place, self.timeout)
-        relative = name if isinstance(self.place, str) else name.rpartition("/")[2]
-        return storage, storage.path_of(relative) if relative else f"{storage.root}/"
+        if not relative:
+            return storage, f"{storage.root}/"
+        return storage, storage.path_of(relative)
 
 
 @dataclass
 class _WatchedFile:
-    """An open file, and the last error of the store in it."""
+    """An open file, and the store's last error when it was read."""
 
     file: Any
     error: Exception | None = None
@@ -178,8 +190,9 @@ class _WatchedFile:
 
 
 def version_of(info: Mapping[str, Any]) -> str:
-    """Return what a store changes with a file's contents, from its `info`, or else the time of its
-    change in seconds; "" where it has neither.
+    """Return the version in a file's `info`. A store changes it with the file's contents.
+
+    Without a version, return the time of change in seconds, or "" if that is missing too.
     """
     for name in VERSIONS:
         if info.get(name):

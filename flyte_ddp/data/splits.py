@@ -1,5 +1,6 @@
-"""The shards of a recipe's two data sets, and the note beside them that `flyte-ddp shards` writes.
-No torch.
+"""The shards of a recipe's two data sets, and the note of `flyte-ddp shards` beside them.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ SPLITS = "train", "val"  # directories of the training and the held-out samples
 
 
 def read_note(storage: Storage) -> dict[str, Any]:
-    """Return the note of the shards at a place; empty if there are none."""
+    """Return the note beside the shards at a place; empty if there is no note."""
     try:
         return dict(json.loads(storage.read(NOTE)))
-    except (FileNotFoundError, ValueError, TypeError):  # also refused: as another look will tell
+    # The note is missing or damaged.
+    except (FileNotFoundError, ValueError, TypeError):
         return {}
 
 
@@ -30,8 +32,9 @@ def open_splits(
     """Return the training and the held-out shards at `url`.
 
     Args:
-        transforms: of the training and of the held-out samples; none for their fields.
-        options: of both.
+        transforms: a transform for the training samples and one for the held-out samples; nothing
+            to get the samples' fields.
+        options: options of both `Shards`.
     """
     train, held_out = (
         Shards(f"{url}/{split}", transform=transform, **options)
@@ -41,8 +44,8 @@ def open_splits(
 
 
 def describe_splits(storage: Storage) -> tuple[dict[str, Any], str]:
-    """Return plain values that tell the shards at a place from others, and a description. Raises as
-    `Shards`.
+    """Return plain values that distinguish the shards at a place from others, and a description.
+    Raises as `Shards` does.
     """
     splits = open_splits(storage.url)
     train, held_out = map(len, splits)

@@ -1,4 +1,6 @@
-"""CSV and JSON lines as Parquet files of this machine, with one type for each column. No torch."""
+"""Conversion of CSV and JSON lines to local Parquet files, with one type for each column. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from flyte_ddp.errors import DataError, in_one_line
 
 KINDS = ".csv", ".tsv", ".jsonl", ".ndjson"
 TABLES = *KINDS, *(f"{kind}{suffix}" for kind in KINDS for suffix in COMPRESSIONS)
-BLOCK_BYTES = 1 << 26  # of a file that are parsed at once; no row may be longer
+BLOCK_BYTES = 1 << 26  # bytes of a file that are parsed at once; no row may be longer
 
 
 def write_as_parquet(source: Source, directory: Path) -> str:
     """Write each file of `source` to a Parquet file in `directory`. Return a checksum of the
-    source's files. One of them at a time is in memory.
+    source's files. Only one file at a time is in memory.
 
     Raises:
-        DataError: a file cannot be read, or a column is text in one and numbers in another.
+        DataError: a file cannot be read, or a column is text in one file and numbers in another.
     """
     require("source", "pyarrow", extra="streams")
     import pyarrow
@@ -39,7 +41,8 @@ def write_as_parquet(source: Source, directory: Path) -> str:
             table = add_partition(_read(path or str(fetched)), entry)
             fetched.unlink(missing_ok=True)
             check_names(table.column_names, table.column_names)
-            if others := set(table.column_names) ^ set((schema or table.schema).names):
+            others = set(table.column_names) ^ set((schema or table.schema).names)
+            if others:
                 got = ", ".join(sorted(others))
                 raise DataError(f"expected the columns of {entries[0].name}, got another {got}")
             schemas = [schema or table.schema, table.schema]
@@ -55,7 +58,7 @@ def write_as_parquet(source: Source, directory: Path) -> str:
 
 
 def _read(path: str) -> Any:
-    """Return the rows of a file, each column with the type that fits all its values."""
+    """Return the rows of a file. Each column has the type that fits all its values."""
     import pyarrow.csv
     import pyarrow.json
 
@@ -64,9 +67,10 @@ def _read(path: str) -> Any:
         name = name.removesuffix(suffix)
     try:
         if name.endswith((".csv", ".tsv")):
-            parse = pyarrow.csv.ParseOptions(
-                delimiter="\t" if name.endswith(".tsv") else ",", newlines_in_values=True
-            )
+            delimiter = ","
+            if name.endswith(".tsv"):
+                delimiter = "\t"
+            parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
             options = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES)
             return pyarrow.csv.read_csv(path, options, parse)
         return pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=BLOCK_BYTES))

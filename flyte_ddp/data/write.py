@@ -1,7 +1,7 @@
-"""Shards written in a seeded order: each is complete by its name, and those that are missing are
-written by the same call again.
+"""Writing of shards in a seeded order. A repeated call writes the shards that are missing.
 
-A note beside them says what they are of. No torch.
+A shard with its final name is complete. A note beside the shards describes their source. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import SHORT_TIMEOUT, UNFINISHED, Storage, redact_url
 
 PARQUET = ".parquet"
-SHARDS_AT_ONCE = 256  # of Parquet, in files of this machine while the source is read
+SHARDS_AT_ONCE = 256  # Parquet shards in temporary files while the source is read
 
 logger = logging.getLogger(__name__)
 
-# Yields the shards of these numbers: the number, contents and samples of each.
+# A function that yields number, contents and number of samples of the shards with given numbers.
 Make = Callable[[Sequence[int]], Iterable[tuple[int, bytes, int]]]
 
 
@@ -52,13 +52,13 @@ def draw_order(size: int, *key: int) -> Indices:
 
 
 def compute_checksum(files: Iterable[tuple[str, int, str]]) -> str:
-    """Return a checksum of files: of the name, size and version of each."""
+    """Return a checksum of files, given as (name, size, version)."""
     return hashlib.sha256(repr(list(files)).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def begin_shards(destination: str, note: Mapping[str, Any]) -> None:
-    """Note at `destination` what its shards are of. Raises ConfigError if it has other files, or
-    shards of something else.
+    """Write the note at `destination` before its shards. Raises ConfigError if other files, or
+    shards with another note, are there.
     """
     storage = Storage(destination, "destination", SHORT_TIMEOUT)
     found, files = read_note(storage), storage.find()
@@ -70,7 +70,8 @@ def begin_shards(destination: str, note: Mapping[str, Any]) -> None:
     if not found:
         storage.write(NOTE, json.dumps(note).encode())
         return
-    if others := [name for name in note if note[name] != found.get(name)]:
+    others = [name for name in note if note[name] != found.get(name)]
+    if others:
         raise ConfigError(
             f"destination: expected a place without shards of another {', '.join(others)}, got "
             f"{storage.url}"
@@ -78,7 +79,7 @@ def begin_shards(destination: str, note: Mapping[str, Any]) -> None:
 
 
 def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
-    """Write the shards that are missing at `url`, and then the index. Return a description.
+    """Write the missing shards at `url`, and then the index. Return a description.
 
     Raises:
         StorageUnavailable: the store was away for too long, or the disk is full.
@@ -101,7 +102,7 @@ def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
 
 
 def encode_mds(rows: NDArray[Any], column: str) -> bytes:
-    """Return a shard in MosaicML's format whose samples are the rows of an array, (N, T)."""
+    """Return a shard in MosaicML's format. Its samples are the rows of an array, (N, T)."""
     size = rows[0].nbytes
     kinds = {
         "column_names": [column],
@@ -115,8 +116,9 @@ def encode_mds(rows: NDArray[Any], column: str) -> bytes:
 
 
 def find_tables(url: str, suffixes: tuple[str, ...]) -> Source | None:
-    """Return the files with these suffixes at `url`, or directly or deeper below; None if none is
-    directly there, or in directories of Hive's layout.
+    """Return the files with these suffixes at or below `url`. Return None if there are none.
+
+    Deeper directories count only if files, or directories in Hive's layout, are directly below.
     """
     storage = Storage(url, "source", SHORT_TIMEOUT)
     if not any(name.endswith(suffixes) or "=" in name for name in storage.names()):
@@ -125,7 +127,9 @@ def find_tables(url: str, suffixes: tuple[str, ...]) -> Source | None:
     names = source.find()
     if "" in names:
         return Source((storage.url,), SHORT_TIMEOUT)
-    return source if any(name.endswith(suffixes) for name in names) else None
+    if not any(name.endswith(suffixes) for name in names):
+        return None
+    return source
 
 
 def list_tables(source: Source, suffixes: tuple[str, ...]) -> list[Entry]:
@@ -152,14 +156,14 @@ def write_parquet(
     """Write the rows of Parquet files to shards of about `shard_bytes`. Return a description.
 
     Args:
-        held_out: share of the rows that are put into val/, the others into train/; None for all in
+        held_out: share of the rows for val/. The other rows go into train/. None puts all rows in
             one place.
-        checksum: of the source; None for that of the files.
+        checksum: checksum of the source; None to compute it from the files.
 
     Raises:
-        ConfigError: one side would have no row.
-        DataError: a file cannot be read or has other columns than the first one, or there is no
-            row.
+        ConfigError: one side would have no rows.
+        DataError: a file cannot be read, its columns differ from the first file's, or there are no
+            rows.
     """
     require("source", "pyarrow", extra="streams")
     entries = list_tables(source, (PARQUET,))
@@ -189,7 +193,7 @@ def write_parquet(
 
 
 def _read_footers(source: Source, entries: Sequence[Entry]) -> tuple[list[Any], Any]:
-    """Return the footer of each file, and the schema of all. Raises as `write_parquet`."""
+    """Return the footer of each file, and their common schema. Raises as `write_parquet` does."""
     from pyarrow.parquet import ParquetFile
 
     def read_head(entry: Entry, file: Any) -> tuple[Any, Any]:
@@ -214,7 +218,7 @@ def _read_footers(source: Source, entries: Sequence[Entry]) -> tuple[list[Any], 
 
 @dataclass
 class _Rows:
-    """The rows at some places of a random order of those of Parquet files."""
+    """The rows of Parquet files at some places of a random order."""
 
     source: Source
     entries: Sequence[Entry]
@@ -225,7 +229,7 @@ class _Rows:
     num_shards: int = 1
 
     def make(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes, int]]:
-        """Yield the shards of these numbers: the number, contents and samples of each."""
+        """Yield number, contents and number of samples of the shards with these numbers."""
         import pyarrow
         from pyarrow.parquet import write_table
 
@@ -241,7 +245,7 @@ class _Rows:
                     yield number, contents.getvalue(), len(table)
 
     def _scatter(self, numbers: Sequence[int], place: Path) -> None:
-        """Write the rows of these shards to a file for each, in the order of the source."""
+        """Write the rows of each of these shards to a file, in the order of the source."""
         import pyarrow
 
         writers = {
@@ -258,7 +262,7 @@ class _Rows:
                 with reading(self.source, entry):
                     read = functools.partial(_read_group, footer, group)
                     table = add_partition(self.source.read_parts(entry.name, read), entry)
-                table = table.select(self.schema.names)  # files may have them in another order
+                table = table.select(self.schema.names)  # a file may have another order of columns
                 for number in writers.keys() & set(shards.tolist()):
                     writers[number].write_table(table.take(np.flatnonzero(shards == number)))
         for writer in writers.values():

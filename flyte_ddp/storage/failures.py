@@ -131,9 +131,8 @@ def is_of_machine(error: BaseException | None) -> bool:
     and not from the sample that was being made.
     """
     for cause in _causes(error):
-        if isinstance(cause, MemoryError) or "can't allocate memory" in str(
-            cause
-        ):  # torch's message
+        # torch has no class of its own for this error.
+        if isinstance(cause, MemoryError) or "can't allocate memory" in str(cause):
             return True
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
             # Decoders raise OSError without a number for damaged bytes.
