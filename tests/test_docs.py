@@ -351,7 +351,7 @@ def test_each_walk_through_the_code_names_what_is_there():
         assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
     assert len({path for path, _ in steps["A killed rank's state, out and in again"]}) <= 10
     assert len({path for path, _ in steps["Predictions of new data"]}) <= 8
-    assert len(steps["`session.save` of a function"]) <= 9 + 1  # with the call back up
+    assert len(steps["`session.save` of a function"]) <= 10 + 1  # with the call back up
     for title, max_functions, max_rooms in (
         ("A hyperparameter, from the command line to its use", 10, 6),
         ("A schedule, to a promotion", 21, 10),
