@@ -50,7 +50,7 @@ BUILTIN = {
     "text": "flyte_ddp.recipes.text.recipe.Text",
 }
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
-CHOICES = ("optimizer", "schedule")  # fields of the config that a method of that name takes over
+CHOICES = ("optimizer", "schedule")  # config fields that a recipe's method of that name replaces
 # Names by which other frameworks call what a recipe defines.
 _OF_OTHERS = {
     "losses": "loss loss_fn compute_loss criterion training_step train_step",
@@ -73,7 +73,7 @@ _OF_OTHERS = {
     "inputs": "preprocess",
 }
 OF_OTHERS = {other: name for name, others in _OF_OTHERS.items() for other in others.split()}
-NEAR = 0.85  # of difflib's ratios: a plural, a misspelling
+NEAR = 0.85  # difflib's ratio above which a name counts as a misspelling or a plural
 
 __all__ = [
     "BUILTIN",
@@ -87,11 +87,13 @@ __all__ = [
 
 
 def load_anew(kind: type[Recipe]) -> str | type[Recipe]:
-    """Return the dotted name of a class of recipes; a copy of one that no module has, for which
-    what it refers to is imported as the files are now.
+    """Return the dotted name of a class of recipes.
+
+    A class that cannot be imported by name is copied instead. The modules that the copy refers to
+    are imported as the files are now.
 
     Raises:
-        ConfigError: it is no such class, or cannot be pickled.
+        ConfigError: `kind` is no class of recipes, or cannot be pickled.
     """
     _check_kind(kind)
     if not is_by_value(kind) and "." not in kind.__qualname__:
@@ -143,8 +145,8 @@ def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> Trainin
 
 
 def _own_choices(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of the config that the recipe's own methods take over. Raises ConfigError
-    if one is given as well.
+    """Return the fields of the config that the recipe's own methods replace. Raises ConfigError
+    if the config gives one of these fields as well.
     """
     own = {name: OWN for name in CHOICES if getattr(type(recipe), name) != getattr(Recipe, name)}
     for name in CHOICES:
@@ -168,24 +170,31 @@ def pin_initial_state(config: TrainingConfig) -> TrainingConfig:
 
 
 def get_recipe(name: str | type[Recipe], options: Mapping[str, Any] | None = None) -> Recipe:
-    """Return the recipe called `name`, or of that class, with `options`, which are values of fields
-    of its class.
+    """Return the recipe called `name`, or of that class, with `options`: values for fields of the
+    class.
 
     Raises:
         ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be
             imported; it has no such option, or refuses the value; or one of its methods is missing,
             has another name, or takes other parameters.
     """
-    found = _find(name) if isinstance(name, str) else name
-    recipe = _with_options(found, name_of(name), options or {})
+    recipe = _with_options(_class_of(name), name_of(name), options or {})
     _check_methods(recipe)
     _check_names(recipe)
     return recipe
 
 
 def name_of(recipe: str | type[Recipe]) -> str:
-    """Return what people call a recipe."""
-    return recipe if isinstance(recipe, str) else recipe.__name__
+    """Return the name of a recipe, for messages."""
+    if isinstance(recipe, str):
+        return recipe
+    return recipe.__name__
+
+
+def _class_of(name: str | type[Recipe]) -> type[Recipe]:
+    if isinstance(name, str):
+        return _find(name)
+    return name
 
 
 def _with_options(kind: type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
@@ -193,7 +202,9 @@ def _with_options(kind: type[Recipe], name: str, options: Mapping[str, Any]) -> 
     types = _option_types(kind)
     for option, value in given.items():
         if option not in types:
-            expected = f"one of {', '.join(types)}" if types else "no options"
+            expected = "no options"
+            if types:
+                expected = f"one of {', '.join(types)}"
             raise ConfigError(
                 f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}"
                 f"{suggest(option, types)}"
@@ -205,10 +216,8 @@ def _with_options(kind: type[Recipe], name: str, options: Mapping[str, Any]) -> 
         return kind(**given)
     except ConfigError:
         raise
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # a missing option without a default, or a value that the class refuses
+    # a missing option without a default, or a value that the class refuses
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"recipe_options: recipe {name!r} refuses {given!r}: {error}") from error
 
 
@@ -239,8 +248,8 @@ def _check_methods(recipe: Recipe) -> None:
 
 
 def _check_names(recipe: Recipe) -> None:
-    """Refuse a name that nothing reads, and that is nearly one of `Recipe`'s or stands for one in
-    other frameworks.
+    """Refuse a name that no code reads and that is nearly a name of `Recipe`, or means one in other
+    frameworks.
     """
     own = [
         kind
@@ -251,8 +260,10 @@ def _check_names(recipe: Recipe) -> None:
     names = {name for owner in (recipe, *own) for name in vars(owner) if not name.startswith("_")}
     names -= {name for kind in type(recipe).__mro__ if kind not in own for name in vars(kind)}
     for name in sorted(names - _option_types(recipe).keys()):
+        meant = OF_OTHERS.get(name.lower())
         near = difflib.get_close_matches(name.replace("_", "").lower(), known, n=1, cutoff=NEAR)
-        meant = OF_OTHERS.get(name.lower()) or (known[near[0]] if near else "")
+        if not meant and near:
+            meant = known[near[0]]
         if meant and all(name not in (names_read(kind.__module__) or [name]) for kind in own):
             raise ConfigError(
                 f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which nothing "
@@ -264,15 +275,20 @@ def _option_types(recipe: Any) -> dict[str, Any]:
     """Return the options of a recipe or its class with their types; none if it is no dataclass."""
     if not dataclasses.is_dataclass(recipe):
         return {}
-    hints = typing.get_type_hints(recipe if isinstance(recipe, type) else type(recipe))
+    kind: Any = recipe
+    if not isinstance(recipe, type):
+        kind = type(recipe)
+    hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(recipe) if field.init}
 
 
 def default_options(name: str | type[Recipe]) -> dict[str, Any]:
     """Return the options of a recipe that have a default, with their defaults."""
-    kind: Any = _find(name) if isinstance(name, str) else name
-    defaults = {}
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+    kind: Any = _class_of(name)
+    defaults: dict[str, Any] = {}
+    if not dataclasses.is_dataclass(kind):
+        return defaults
+    for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
             defaults[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
@@ -297,8 +313,9 @@ def _make_import_error(name: str, error: Exception) -> ConfigError:
             hint = how_to_install(package)
     else:
         hint = f"{type(error).__name__}: {error}; correct its module"
-    # the text of a SyntaxError has the place
-    place = "" if isinstance(error, SyntaxError) else _last_place(error)
+    place = ""
+    if not isinstance(error, SyntaxError):  # the text of a SyntaxError contains the place
+        place = _last_place(error)
     return ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}")
 
 
@@ -318,11 +335,12 @@ def _find(name: str) -> type[Recipe]:
     except ModuleNotFoundError as error:
         # A missing dependency of the user's module is another error than an unknown recipe.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            in_pod = os.environ.get(POD)
-            hint = " in this pod: register with --copy all" if in_pod else ""
+            if os.environ.get(POD):
+                hint = " in this pod: register with --copy all"
+            else:
+                hint = _suggest_module(error.name)
             raise ConfigError(
-                f"recipe: {expected}, got {name!r}: there is no module "
-                f"{error.name!r}{hint or _suggest_module(error.name)}"
+                f"recipe: {expected}, got {name!r}: there is no module {error.name!r}{hint}"
             ) from None
         raise _make_import_error(name, error) from error
     except Exception as error:  # any error is possible: the module is the user's
@@ -344,23 +362,27 @@ def _find(name: str) -> type[Recipe]:
 def _module_of(name: str) -> str:
     """Return the dotted name of the module in a file; "" for a file that no import finds."""
     file = Path(name)
-    relative = Path(os.path.relpath(file)) if file.is_absolute() else Path(os.path.normpath(file))
+    if file.is_absolute():
+        relative = Path(os.path.relpath(file))
+    else:
+        relative = Path(os.path.normpath(file))
     if not relative.name or ".." in relative.parts:
         return ""
     return ".".join(relative.with_suffix("").parts)
 
 
 def _suggest_recipes(module_name: str) -> str:
-    """Return the end of an error about a module or file in place of a recipe: its recipes."""
-    module = None
+    """Return the end of an error about a module or file in place of a recipe: the recipes in it."""
+    names: dict[str, Any] = {}
     with contextlib.suppress(Exception, SystemExit):  # the module is the user's code
-        module = importlib.import_module(module_name)
-    found = [
-        f"{module_name}.{name}"
-        for name, each in (vars(module) if module else {}).items()
-        if isinstance(each, type) and issubclass(each, Recipe) and each.__module__ == module_name
-    ]
-    return f" (did you mean {' or '.join(found)}?)" if found else ""
+        names = vars(importlib.import_module(module_name))
+    found = []
+    for name, each in names.items():
+        if isinstance(each, type) and issubclass(each, Recipe) and each.__module__ == module_name:
+            found.append(f"{module_name}.{name}")
+    if not found:
+        return ""
+    return f" (did you mean {' or '.join(found)}?)"
 
 
 def _last_place(error: Exception) -> str:
@@ -369,24 +391,28 @@ def _last_place(error: Exception) -> str:
 
 
 def _suggest_module(missing: str) -> str:
-    """Return the end of an error about a module that is missing: the nearest of those beside it."""
+    """Return the end of an error about a missing module: the module beside it with the nearest
+    name.
+    """
     package, _, name = missing.rpartition(".")
     directories = getattr(sys.modules.get(package), "__path__", [""])  # the working directory
     return suggest(name, [module.name for module in pkgutil.iter_modules(directories)])
 
 
 def locate(recipe: Recipe, method: str) -> str:
-    """Return the place of a recipe's method: file, line and name; of its class where it has that of
-    a base class.
+    """Return the place of a recipe's method: file, line and name. For an inherited method it is the
+    place of the recipe's class.
     """
     own = getattr(type(recipe), method, None)
     is_inherited = getattr(own, "__module__", "") in (Recipe.__module__, "flyte_ddp.recipes.tasks")
-    code: Any = type(recipe) if is_inherited or not callable(own) else inspect.unwrap(own)
+    code: Any = type(recipe)
+    if callable(own) and not is_inherited:
+        code = inspect.unwrap(own)
     try:
         file = Path(inspect.getsourcefile(code) or "")
         line = inspect.getsourcelines(code)[1]
-    except (OSError, TypeError):  # made in an interpreter
+    except (OSError, TypeError):  # The code was typed into an interpreter.
         return f"{type(recipe).__name__}.{method}"
-    # as from the directory of the project, of which a Dask worker has a copy in one of its own
+    # The path starts at the project's directory: a Dask worker has its copy in another directory.
     depth = code.__module__.count(".") + 1 + (file.name == "__init__.py")
     return f"{'/'.join(file.parts[-depth:])}:{line}: {type(recipe).__name__}.{method}"

@@ -1,4 +1,4 @@
-"""Samples as one npz file, for recipes whose data fits in memory: from `prepare` to `datasets`."""
+"""Samples as npz files, for data that fits in memory: from `prepare` to `datasets`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ArrayRecipe(Recipe):
-    """A recipe whose `prepare` writes `train.npz` and `test.npz`, as `load_arrays` reads them."""
+    """A recipe with a `prepare` that writes `train.npz` and `test.npz` for `load_arrays`."""
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")

@@ -51,9 +51,9 @@ class Recipe:
 
     prediction_schema: ClassVar[Any] = {}
     """Types of columns of `prediction_columns` by their names, such as {"label": "string", "box":
-    "list<float32>"}, in Arrow's words or as pyarrow's own.
+    "list<float32>"}: Arrow's names of types, or types of pyarrow.
 
-    A column without one has the type of its values in the first batch, and numbers are float64.
+    Any other column gets the type of its values in the first batch. Its numbers are float64.
     """
 
     slow_imports: ClassVar[Sequence[str]] = ()
@@ -102,9 +102,10 @@ class Recipe:
 
         A `TensorDataset` is moved to the device as a whole if it fits, and batched there by index.
         Any other data set with `__len__` and `__getitem__` is read through a DataLoader. It may
-        also have `prefetch(indices)`, which is called with the samples of a batch before they are
-        read one by one, and a class attribute `UNREADABLE`, the sample in place of one that could
-        not be read: that keeps its place in the order, with weight 0, and is counted.
+        also have a method `prefetch(indices)`. The loader calls it with the samples of a batch
+        before it reads them one by one. A class attribute `UNREADABLE` is the sample that
+        replaces an unreadable one: the replacement keeps the place in the order, has weight 0,
+        and is counted.
         """
         raise NotImplementedError
 
@@ -116,13 +117,13 @@ class Recipe:
         raise NotImplementedError
 
     def initial_value(self, name: str, shape: Size) -> Tensor:
-        """Return the fresh value of one parameter or buffer of the model, the same that `model`
-        gives it.
+        """Return the fresh value of one parameter or buffer of the model, the same value that
+        `model` gives it.
 
-        Optional. With it a sharded model is built inside `torch.device("meta")` and filled tensor
-        by tensor, so that no rank ever holds the whole model. The random generator has been seeded
-        as for `model`, but the order of the calls differs: derive a generator from
-        `torch.initial_seed()` and the name.
+        Optional. With this method a sharded model is built inside `torch.device("meta")` and
+        filled tensor by tensor, so that no rank ever holds the whole model. The random generator
+        has been seeded as for `model`, but the order of the calls differs: derive a generator
+        from `torch.initial_seed()` and the name.
         """
         raise NotImplementedError
 
@@ -162,8 +163,8 @@ class Recipe:
         """Return the number of targets of each of the N samples, (N,); None for one each. Losses
         are means over these.
 
-        Called once with all targets of a `TensorDataset`, and with those of each batch that a
-        DataLoader reads.
+        It is called once with all targets of a `TensorDataset`, or with the targets of each batch
+        that a DataLoader reads.
         """
         return None
 
@@ -178,41 +179,43 @@ class Recipe:
         return [{"params": list(model.parameters())}]
 
     def collate(self, samples: Sequence[Any], training: bool) -> tuple[Any, Any]:
-        """Return the batch of these (input, target) pairs: inputs and targets, whose tensors have
-        the batch as their first dimension; others, such as those of graphs, need `num_samples`.
+        """Return the batch of these (input, target) pairs: inputs and targets.
 
-        Optional; for example to pad samples of different lengths. A loader process calls it for
-        each micro-batch, of held-out samples with `training` false, and of predicted ones with
-        their index as target. What it draws is seeded by its last sample. With `num_samples` it may
-        leave samples out, and return None where it keeps none.
+        Optional; for example to pad samples of different lengths. The first dimension of the
+        tensors is the batch. Other tensors, such as those of graphs, need `num_samples`. With
+        `num_samples` the method may also leave samples out, and return None if it keeps none.
+
+        A loader process calls it for each micro-batch. For held-out samples `training` is false,
+        and for predicted samples each target is the sample's index. The random generators are
+        seeded by the last sample.
         """
         raise NotImplementedError
 
     def num_samples(self, inputs: Any, targets: Any) -> int:
         """Return the number of samples of a batch that `collate` made.
 
-        Optional; by default it is the first dimension of the tensors. With this method they may
-        have any shape, and losses are means over the samples that the batches of all ranks have
-        together.
+        Optional; by default the number is the first dimension of the tensors. With this method
+        the tensors may have any shape, and losses are means over the samples that the batches of
+        all ranks have together.
         """
         raise NotImplementedError
 
     def sampling_weights(self, dataset: Dataset[Any]) -> Any:
         """Return a number for each training sample, (N,): how often it is drawn, in proportion.
 
-        Optional. With it an epoch is N draws with replacement, the same ones at any number of
-        ranks. `dataset` is that of `datasets`, or the part of it that `sample_size` leaves.
+        Optional. With it an epoch is N draws with replacement, the same draws at any number of
+        ranks. `dataset` is the training data of `datasets`, or the part that `sample_size` leaves.
         """
         raise NotImplementedError
 
     def optimizer(self, model: nn.Module, config: TrainingConfig) -> Optimizer:
         """Return an optimizer of the trained parameters of `model`, in place of the configured one.
 
-        Optional. Any of `torch.optim` that steps without a closure, or one of your own; with `fsdp`
-        one that treats each value by itself. `model` is the one that `model` returned, with split
-        parameters under `fsdp`. It is also called for optimizers that are only tried, and with a
-        model without contents, to measure the state. One with `train()` and `eval()` is switched
-        around evaluations.
+        Optional. Return any optimizer of `torch.optim` that steps without a closure, or one of
+        your own. With `fsdp` it must treat each value by itself. The argument `model` is the model
+        that `model()` returned, with split parameters under `fsdp`. The method is also called for
+        optimizers that are only tried, and with a model without contents, to measure the state. An
+        optimizer with `train()` and `eval()` is switched around evaluations.
         """
         raise NotImplementedError
 
@@ -221,13 +224,14 @@ class Recipe:
     ) -> LRScheduler | Callable[[int], float]:
         """Return the schedule of the learning rates, in place of the configured one.
 
-        Optional. It is a scheduler of torch, which takes a step after each optimizer step
-        (`ReduceLROnPlateau` after each epoch, with the config's `monitor`), or a function of the
-        optimizer step, from 0, that returns the factor of each group's own `lr`.
+        Optional. The schedule is a scheduler of torch or a function. A scheduler takes a step
+        after each optimizer step (`ReduceLROnPlateau` after each epoch, with the config's
+        `monitor`). A function takes the optimizer step, from 0, and returns the factor of each
+        group's own `lr`.
 
         Args:
-            num_steps: optimizer steps of the whole run. A scheduler that depends on it does not go
-                on with other `epochs`; a function does.
+            num_steps: optimizer steps of the whole run. A run whose scheduler depends on it does
+                not resume with other `epochs`. A run with a function does.
         """
         raise NotImplementedError
 
@@ -251,10 +255,11 @@ class Recipe:
         """Return the metrics of the held-out data by name; by default the accuracy, as
         `num_correct` counts it.
 
-        Each is a `torchmetrics.Metric` whose value is one number or a dict of them, or a function
-        of outputs and targets that returns its value for each sample, (B,): summed over the
-        sample's targets, as `losses`, and the metric is the mean per target. All of them are over
-        all held-out samples, the same at any number of ranks. Called for each evaluation.
+        Each metric is a `torchmetrics.Metric` or a function. The value of a `Metric` is one number
+        or a dict of numbers. A function takes outputs and targets, and returns a value for each
+        sample, (B,), summed over the sample's targets, as `losses`; the metric is the mean per
+        target. Every metric is over all held-out samples, the same at any number of ranks. This
+        method is called for each evaluation.
         """
         return {"accuracy": self.num_correct}
 
@@ -268,18 +273,19 @@ class Recipe:
         return outputs
 
     def prepare_new_data(self, source: str, directory: Path) -> str:
-        """Fetch and check new data, which may have no targets, for `predict_dataset`; by default by
-        `prepare`, whose arguments and value it has.
+        """Fetch and check new data, which may have no targets, for `predict_dataset`.
+
+        By default it calls `prepare`, and it has the same arguments and return value.
         """
         return self.prepare(source, directory)
 
     def predict_dataset(self, directory: Path) -> Dataset[Any]:
-        """Return the inputs that are predicted, in their order, as those of `datasets` are without
-        their targets; by default the held-out ones.
+        """Return the inputs to predict, in their order and without targets; by default the inputs
+        of the held-out data.
 
-        It is called before `model` on an object whose `class_names` are those of the model's state,
-        if the recipe has none by itself. The data set may have `key(index)`, a text or number by
-        which a sample is known, such as the name of its file; by default its index.
+        It is called before `model`. If the recipe has no `class_names` by itself, they come from
+        the model's state. The data set may have `key(index)`, a text or number that identifies a
+        sample, such as the name of its file; by default it is the index.
         """
         from torch.utils.data import TensorDataset
 
@@ -292,8 +298,9 @@ class Recipe:
         """Return what is stored of the predictions of a batch, by the name of its column: a tensor
         or a list with a value for each sample.
 
-        By default it is the `class` of logits (B, C) and its `probability`. Outputs are on the CPU,
-        in single precision. The columns are the same for all batches, see `prediction_schema`.
+        By default the columns are the `class` of logits (B, C) and its `probability`. Outputs are
+        on the CPU, in single precision. All batches have the same columns, see
+        `prediction_schema`.
         """
         import torch
 
@@ -307,7 +314,7 @@ class Recipe:
         return {"class": [names[index] for index in number.tolist()], "probability": probability}
 
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
-        """Return further figures that follow from those of a finished epoch, by name; none by
+        """Return further figures, by name, computed from the figures of a finished epoch; none by
         default.
         """
         return {}
@@ -316,64 +323,66 @@ class Recipe:
         """Do something with the figures of a step, by default nothing: rank 0 calls it at every
         `log_interval`.
 
-        As all draws of the training are seeded by their purpose, it may draw what it likes. The
-        other ranks wait for it, and an exception is a warning.
+        It may draw random numbers, because all draws of the training are seeded by their purpose.
+        The other ranks wait for it. An exception becomes a warning.
         """
 
     def on_epoch(self, epoch: EpochFinished) -> None:
-        """Do something with the figures of an epoch, as `on_step` with those of a step."""
+        """Do something with the figures of an epoch, as `on_step` with the figures of a step."""
 
     def generate_sample(self, model: nn.Module) -> str:
         """Return a text that `model` generates, shown after each epoch; "" by default.
 
-        Rank 0 calls it; all ranks do, and must call the model equally often, where the model is
-        sharded over them.
+        Rank 0 calls it. If the model is sharded, all ranks call it, and each must call the model
+        equally often.
         """
         return ""
 
     def export(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Write files by which other programs load the model with this state dict, by default none.
+        """Write files from which other programs load the model with this state dict, by default
+        none.
 
-        They are kept beside the safetensors file with the whole state. Rank 0 calls it, with
-        tensors on the CPU.
+        The files are kept beside the safetensors file with the whole state. Rank 0 calls this
+        method, with tensors on the CPU.
 
         Args:
-            directory: empty. What lies in directories of it, such as onnx/model.onnx, is kept under
-                that name.
+            directory: an empty directory. Files in its subdirectories, such as onnx/model.onnx,
+                keep that relative name.
         """
 
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.
 
-        By default it is the truth, the best guess and the score of every class, with the image if
-        `batch` has bytes; nothing where outputs and targets are no logits (B, C) and classes (B,).
+        By default it shows the truth, the best guess and the score of every class, with the image
+        if `batch` has bytes. It shows nothing unless outputs are logits (B, C) and targets are
+        classes (B,).
         """
         import torch
 
-        shapes = [
-            each.dim() if isinstance(each, torch.Tensor) else 0 for each in (outputs, targets)
-        ]
-        if shapes != [2, 1] or targets.is_floating_point():
+        has_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        if not has_tensors or outputs.dim() != 2 or targets.dim() != 1:
+            return []
+        if targets.is_floating_point():
             return []
         scores = outputs.float().softmax(dim=1)
         names = list_class_names(self, scores.shape[1])
-        return [
-            Prediction(
+        images = to_pngs(batch, len(targets))
+        predictions = []
+        for image, score, target in zip(images, scores, targets, strict=True):
+            prediction = Prediction(
                 truth=names[int(target)],
                 guess=names[int(score.argmax())],
                 scores=dict(zip(names, score.tolist(), strict=True)),
                 image=image,
             )
-            for image, score, target in zip(
-                to_pngs(batch, len(targets)), scores, targets, strict=True
-            )
-        ]
+            predictions.append(prediction)
+        return predictions
 
 
 class Mapped:
-    """A data set with `function` of each sample and its index in place of the sample.
+    """A data set that returns `function(sample, index)` in place of each sample.
 
-    Both are pickled for `data_workers`, so the function is one of a module.
+    Data set and function are pickled for `data_workers`, so a module must define the function.
     """
 
     def __init__(self, dataset: Any, function: Callable[[Any, int], Any]) -> None:
@@ -388,7 +397,9 @@ class Mapped:
     def __getitem__(self, index: int) -> Any:
         sample = self.dataset[index]
         if sample is getattr(self.dataset, "UNREADABLE", self):
-            name = self.key(index) if hasattr(self, "key") else index
+            name = index
+            if hasattr(self, "key"):
+                name = self.key(index)
             raise DataError(f"data: sample {name} cannot be read, and none is left out here")
         return self.function(sample, index)
 
@@ -399,25 +410,33 @@ def take_input(sample: Any, index: int) -> Any:
 
 
 def list_class_names(recipe: Recipe, num_outputs: int = 0) -> list[str]:
-    """Return the recipe's `class_names` as text, the numbers of so many outputs where it has none.
+    """Return the recipe's `class_names` as text. A recipe without names gets "0", "1", ... up to
+    `num_outputs`.
 
-    They may be numbers, an array, a dict of names and numbers, or a method that returns such.
+    `class_names` may be numbers, an array, a dict of names and numbers, or a method that returns
+    one of these.
     """
-    found: Any = recipe.class_names() if callable(recipe.class_names) else recipe.class_names
+    found: Any = recipe.class_names
+    if callable(found):
+        found = found()
     if isinstance(found, Mapping):
-        is_by_number = any(isinstance(each, str) for each in found.values())
-        found = (
-            list(found.values()) if is_by_number else sorted(found, key=lambda name: found[name])
-        )
-    found = found.tolist() if hasattr(found, "tolist") else found
+        names_by_number = any(isinstance(each, str) for each in found.values())
+        if names_by_number:
+            found = list(found.values())
+        else:
+            numbers = found
+            found = sorted(numbers, key=lambda name: numbers[name])
+    if hasattr(found, "tolist"):
+        found = found.tolist()
     return [str(name) for name in found or range(num_outputs)]
 
 
 def check_classes(outputs: Any, targets: Any) -> None:
-    """Check targets against the logits (B, C, ...) of a cross-entropy. Raises DataError if one is
-    no class of them.
+    """Check targets against the logits (B, C, ...) of a cross-entropy. Raises DataError if a target
+    is not a class.
 
-    On a GPU the cross-entropy itself ends the process, some steps later and without the target.
+    On a GPU the cross-entropy itself ends the process some steps later, and its error does not
+    name the target.
     """
     import torch
 
@@ -432,26 +451,34 @@ def check_classes(outputs: Any, targets: Any) -> None:
         and isinstance(targets, torch.Tensor)
         and not targets.is_floating_point()
     )
-    if not has_classes or not len(classes := targets.long()[targets.long() != IGNORED]):
+    if not has_classes:
+        return
+    classes = targets.long()[targets.long() != IGNORED]
+    if not len(classes):
         return
     lowest, highest = (int(each) for each in classes.aminmax())
-    if lowest < 0 or highest >= outputs.shape[1]:
-        raise DataError(
-            f"data: expected classes from 0 to {outputs.shape[1] - 1} as targets, because the "
-            f"model has {outputs.shape[1]} outputs, got {lowest if lowest < 0 else highest}: "
-            "number the classes from 0, or give the model an output for each"
-        )
+    if lowest < 0:
+        wrong = lowest
+    elif highest >= outputs.shape[1]:
+        wrong = highest
+    else:
+        return
+    raise DataError(
+        f"data: expected classes from 0 to {outputs.shape[1] - 1} as targets, because the "
+        f"model has {outputs.shape[1]} outputs, got {wrong}: "
+        "number the classes from 0, or give the model an output for each"
+    )
 
 
 def to_pngs(batch: Any, num_samples: int) -> list[bytes]:
-    """Return the samples of a batch as `to_png` does, b"" of one that is no tensor of samples."""
+    """Return each sample of a batch as `to_png` does; b"" for each if `batch` is not a tensor of
+    samples.
+    """
     import torch
 
-    return (
-        [to_png(sample) for sample in batch]
-        if isinstance(batch, torch.Tensor) and len(batch) == num_samples
-        else [b""] * num_samples
-    )
+    if isinstance(batch, torch.Tensor) and len(batch) == num_samples:
+        return [to_png(sample) for sample in batch]
+    return [b""] * num_samples
 
 
 def to_png(sample: Tensor) -> bytes:
@@ -463,8 +490,10 @@ def to_png(sample: Tensor) -> bytes:
 
     if sample.dtype != torch.uint8 or sample.dim() not in (2, 3):
         return b""
-    if sample.dim() == 3:
-        sample = sample[0] if sample.shape[0] == 1 else sample.permute(1, 2, 0)
+    if sample.dim() == 3 and sample.shape[0] == 1:
+        sample = sample[0]
+    elif sample.dim() == 3:
+        sample = sample.permute(1, 2, 0)
     file = io.BytesIO()
     Image.fromarray(sample.contiguous().numpy()).save(file, "PNG")
     return file.getvalue()

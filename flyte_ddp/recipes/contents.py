@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from flyte_ddp.errors import DataError
 
-HEAD = 1 << 16  # bytes that tell text from other contents; every other kind shows in the first 512
+# number of bytes that distinguish text from other contents; other kinds show in the first 512
+HEAD = 1 << 16
 
 IMAGE, GZIP, PARQUET, EMPTY, NO_UTF8, OTHER = (
     "image",
@@ -25,7 +26,7 @@ IMAGE, GZIP, PARQUET, EMPTY, NO_UTF8, OTHER = (
     "no text",
 )
 
-_KINDS = {  # in this order
+_KINDS = {  # The first pattern that matches wins.
     EMPTY: rb"\Z",
     GZIP: rb"\x1f\x8b\x08",
     PARQUET: rb"PAR1",
@@ -37,7 +38,7 @@ _KINDS = {  # in this order
     "bzip2": rb"BZh\d1AY&SY",
     "xz": rb"\xfd7zXZ\0",
     "zstd": rb"\x28\xb5\x2f\xfd",
-    # Encodings, by Python's names. The mark of UTF-32 begins with that of UTF-16.
+    # Encodings, by Python's names. The byte order mark of UTF-32 begins with the mark of UTF-16.
     "utf-8-sig": codecs.BOM_UTF8,
     "utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     "utf-16": rb"\xff\xfe|\xfe\xff",
@@ -48,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 def kind_of(head: bytes) -> str:
-    """Return what a file is that begins with `head`: an encoding of text, another kind, `NO_UTF8`
-    or `OTHER`.
+    """Return the kind of a file that begins with `head`: an encoding of text, another kind,
+    `NO_UTF8` or `OTHER`.
     """
     for kind, pattern in _KINDS.items():
         if re.match(pattern, head, re.DOTALL):
@@ -64,11 +65,13 @@ def kind_of(head: bytes) -> str:
 
 
 def unpack(contents: bytes, place: str) -> bytes:
-    """Return what was read from `place`, unpacked if gzip has packed it. Raises DataError if it is
-    damaged.
+    """Return `contents`, which were read from `place`, and unpack them if gzip has packed them.
+    Raises DataError if they are damaged.
     """
+    if kind_of(contents[:HEAD]) != GZIP:
+        return contents
     try:
-        return gzip.decompress(contents) if kind_of(contents[:HEAD]) == GZIP else contents
+        return gzip.decompress(contents)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
             f"data: {place} is damaged: {error}; delete it and fetch it again"
@@ -79,8 +82,8 @@ def report_left_out(counts: Mapping[str, int], what: str = "file") -> str:
     """Log and return the end of a description, such as "; 3 files left out: 2 no image, 1 empty".
 
     Args:
-        counts: of what was left out, by its reason; the result is "" where nothing was.
-        what: was left out, in the singular.
+        counts: number of things that were left out, by reason; the result is "" if there are none.
+        what: the thing that was left out, in the singular.
     """
     reasons = ", ".join(
         f"{count:,} {reason}" for reason, count in Counter(counts).most_common() if count

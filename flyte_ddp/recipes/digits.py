@@ -48,7 +48,7 @@ class Digits(ArrayRecipe):
             raise DataError(f"data: scikit-learn carries the digits: {how_to_install('sklearn')}")
         file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
         table = np.loadtxt(file, delimiter=",", dtype=np.int16)
-        # levels 0 to 16 in the file
+        # The file has levels from 0 to 16.
         images = (table[:, :64].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
         labels = table[:, 64].astype(np.int64)
         order = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
@@ -61,21 +61,19 @@ class Digits(ArrayRecipe):
         )
 
     def data_license(self, source: str) -> str:
-        return "CC-BY-4.0"  # the UCI repository's, where scikit-learn has them from
+        return "CC-BY-4.0"  # licence of the UCI repository, scikit-learn's source
 
     def model(self) -> nn.Module:
         from torch import nn
 
-        return nn.Sequential(
-            OrderedDict(
-                conv1=nn.Conv2d(1, 32, kernel_size=3, padding=1),
-                relu1=nn.ReLU(),
-                conv2=nn.Conv2d(32, 64, kernel_size=3, padding=1),
-                relu2=nn.ReLU(),
-                pool2=nn.MaxPool2d(2),
-                flatten=nn.Flatten(),
-                fc1=nn.Linear(64 * 4 * 4, 128),
-                relu3=nn.ReLU(),
-                fc2=nn.Linear(128, 10),
-            )
-        )
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        layers["conv1"] = nn.Conv2d(1, 32, kernel_size=3, padding=1)
+        layers["relu1"] = nn.ReLU()
+        layers["conv2"] = nn.Conv2d(32, 64, kernel_size=3, padding=1)
+        layers["relu2"] = nn.ReLU()
+        layers["pool2"] = nn.MaxPool2d(2)
+        layers["flatten"] = nn.Flatten()
+        layers["fc1"] = nn.Linear(64 * 4 * 4, 128)
+        layers["relu3"] = nn.ReLU()
+        layers["fc2"] = nn.Linear(128, 10)
+        return nn.Sequential(layers)

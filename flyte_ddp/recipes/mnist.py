@@ -29,7 +29,7 @@ CHECKSUMS = {
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
     "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
 }
-MEAN, STANDARD_DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
+MEAN, STANDARD_DEVIATION = 0.1307, 0.3081  # statistics of the training images' pixels in [0, 1]
 
 
 class Mnist(ArrayRecipe):
@@ -53,20 +53,20 @@ class Mnist(ArrayRecipe):
 
         storage = Storage(source or _download(), "data")
         for split, prefix in (("train", "train"), ("test", "t10k")):
-            images, labels = (
-                np.frombuffer(_read(storage, name), dtype=np.uint8, offset=4 + 4 * num_dimensions)
-                for name, num_dimensions in (
-                    (f"{prefix}-images-idx3-ubyte", 3),
-                    (f"{prefix}-labels-idx1-ubyte", 1),
-                )
-            )
-            images = images.reshape(-1, 28, 28)
+            packed_images = _read(storage, f"{prefix}-images-idx3-ubyte")
+            packed_labels = _read(storage, f"{prefix}-labels-idx1-ubyte")
+            # An IDX file begins with 4 bytes, and 4 more for each dimension.
+            pixels = np.frombuffer(packed_images, dtype=np.uint8, offset=16)
+            labels = np.frombuffer(packed_labels, dtype=np.uint8, offset=8)
+            images = pixels.reshape(-1, 28, 28)
             np.savez(directory / f"{split}.npz", images=images, labels=labels.astype(np.int64))
-        where = f"read from {source}" if source else "downloaded from torchvision's mirrors"
+        where = "downloaded from torchvision's mirrors"
+        if source:
+            where = f"read from {source}"
         return f"MNIST, 60,000 training and 10,000 held-out images of 28x28, {where}"
 
     def data_license(self, source: str) -> str:
-        return "CC-BY-SA-3.0"  # wherever it is read: the contents are MNIST's
+        return "CC-BY-SA-3.0"  # licence of MNIST; every source has the same contents
 
     def inputs(self, batch: Tensor) -> Tensor:
         return super().inputs(batch).sub_(MEAN).div_(STANDARD_DEVIATION)
@@ -74,26 +74,22 @@ class Mnist(ArrayRecipe):
     def model(self) -> nn.Module:
         from torch import nn
 
-        return nn.Sequential(
-            OrderedDict(
-                conv1=nn.Conv2d(1, 20, kernel_size=5),
-                relu1=nn.ReLU(),
-                pool1=nn.MaxPool2d(2),
-                conv2=nn.Conv2d(20, 50, kernel_size=5),
-                relu2=nn.ReLU(),
-                pool2=nn.MaxPool2d(2),
-                flatten=nn.Flatten(),
-                fc1=nn.Linear(50 * 4 * 4, 500),
-                relu3=nn.ReLU(),
-                fc2=nn.Linear(500, 10),
-            )
-        )
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        layers["conv1"] = nn.Conv2d(1, 20, kernel_size=5)
+        layers["relu1"] = nn.ReLU()
+        layers["pool1"] = nn.MaxPool2d(2)
+        layers["conv2"] = nn.Conv2d(20, 50, kernel_size=5)
+        layers["relu2"] = nn.ReLU()
+        layers["pool2"] = nn.MaxPool2d(2)
+        layers["flatten"] = nn.Flatten()
+        layers["fc1"] = nn.Linear(50 * 4 * 4, 500)
+        layers["relu3"] = nn.ReLU()
+        layers["fc2"] = nn.Linear(500, 10)
+        return nn.Sequential(layers)
 
 
 def _download() -> str:
-    """Return a directory in the user's cache, after torchvision has fetched the files into it if
-    they were not there.
-    """
+    """Return a directory in the user's cache. If it lacks the files, torchvision fetches them."""
     from torchvision import datasets
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flyte-ddp")
@@ -109,7 +105,9 @@ def _download() -> str:
 
 
 def _read(storage: Storage, name: str) -> bytes:
-    """Return the unpacked contents of the IDX file `name`, once they are what MNIST has."""
+    """Return the unpacked contents of the IDX file `name`. Raises DataError if they are not
+    MNIST's.
+    """
     # The dotted names come first: one archive has both, and one is a folder.
     stems = (name.replace("-idx", ".idx"), name)
     for folder, stem, packing in product(("", "raw/", "MNIST/raw/"), stems, ("", ".gz")):

@@ -1,4 +1,4 @@
-"""Prepare a recipe's data once, before any rank starts, and write beside it which data that is.
+"""Prepare a recipe's data once, before any rank starts, and write a note that identifies the data.
 Imports no torch.
 
 Descriptions and errors of recipes name the URL that the user gave. They pass through here, and lose
@@ -33,7 +33,7 @@ def prepare_data(recipe: Recipe, source: str, directory: Path, method: str = "pr
     reads.
 
     Args:
-        method: another one of the recipe's that takes the same.
+        method: name of the recipe's method to call, with the parameters of `prepare`.
 
     Raises:
         ConfigError: the recipe did not describe its data.
@@ -51,22 +51,30 @@ def prepare_data(recipe: Recipe, source: str, directory: Path, method: str = "pr
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         name = file.relative_to(directory).as_posix()
         digest.update(f"{name}\0{compute_sha256(str(file))}".encode(errors="surrogateescape"))
+    kind = type(recipe)
+    code: dict[str, str] = {}
+    if not is_by_value(kind):
+        code = list_code(kind.__module__)
     note = {
         "description": redact_url(found),
         "source": redact_url(source),
         "fingerprint": digest.hexdigest(),
-        "code": {} if is_by_value(type(recipe)) else list_code(type(recipe).__module__),
-        "recipe_version": class_version(type(recipe)),
+        "code": code,
+        "recipe_version": class_version(kind),
         "license": str(recipe.data_license(source)),
     }
     (directory / NOTE).write_text(json.dumps(note), encoding="utf-8")
 
 
 def class_version(kind: type[Recipe]) -> str:
-    """Return the version of a class of recipes: `recipe_version` of its module; of one that travels
-    by value a SHA-256 of its own code, of the values that this refers to, and of the files.
+    """Return the version of a class of recipes: `recipe_version` of its module.
+
+    For a class that travels by value it is a SHA-256 of the class's code, of the values that the
+    code refers to, and of the files.
     """
-    return code_version(kind) if is_by_value(kind) else recipe_version(kind.__module__)
+    if is_by_value(kind):
+        return code_version(kind)
+    return recipe_version(kind.__module__)
 
 
 def recipe_version(module: str) -> str:
@@ -80,8 +88,8 @@ def recipe_version(module: str) -> str:
 
 
 def list_code(module: str) -> dict[str, str]:
-    """Return a SHA-256 of the library, and of each file of Python that decides besides it what a
-    recipe defined in `module` does.
+    """Return a SHA-256 of the library, and of each other file of Python that decides what a recipe
+    defined in `module` does.
     """
     files = imported_files(module, set(list_packages(module)) - {"flyte_ddp"})
     return {"flyte_ddp": compute_digest_of_files(source_files(["flyte_ddp"]))} | {
@@ -93,10 +101,10 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the note of `prepare_data`.
 
     Returns:
-        "description": the data, in words; "source": where they were read, as the user gave it;
-        "fingerprint": a SHA-256 of all prepared files; "code": that of `list_code`;
+        "description": the data, in words; "source": the data's place, as the user gave it;
+        "fingerprint": a SHA-256 of all prepared files; "code": the checksums of `list_code`;
         "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and
-        what the recipe imports of its own package and of the packages of recipes in settings.toml;
-        "license": that of the data, or "".
+        the modules that the recipe imports of its own package and of the packages of recipes in
+        settings.toml; "license": the data's licence, or "".
     """
     return dict(json.loads((Path(directory) / NOTE).read_text(encoding="utf-8")))

@@ -18,7 +18,7 @@ def restore_options(
     A value that the record hides has to be given, unless it is the option's default.
 
     Raises:
-        ConfigError: a hidden value is not given, or a given one is not that of the training.
+        ConfigError: a hidden value is not given, or a given value differs from the training's.
     """
     recorded = {
         name.removeprefix(f"{OPTIONS}."): value

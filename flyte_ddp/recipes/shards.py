@@ -19,20 +19,20 @@ from flyte_ddp.recipes.text.windows import write_windows
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage
 from flyte_ddp.storage.failures import is_full
 
-HELD_OUT = 0.2  # of images
+HELD_OUT = 0.2  # share of the images that is held out
 READER = (
     "read such files where they are, with a `reader` of `flyte_ddp.data.Shards`: "
     "docs/streams.md#arrays-and-other-files"
 )
-# what to do with files that are not written to shards, by their suffixes
+# advice about files that are not written to shards, by their suffixes
 WAYS = {
     (".npy", ".npz", ".h5", ".hdf5", ".pt", ".safetensors", ".arrow", ".feather"): READER,
     (".tfrecord", ".json", ".xlsx", ".pkl"): READER,
     (".tar", ".tgz", ".mds"): "these are shards, which `flyte_ddp.data.Shards` reads as they are",
     (".txt", ".md"): "give --text '{}' for text",
 }
-MAX_SHARD_MIB = 2048  # of which two are in memory; MDS ends at 4 GiB
-NOT_GIVEN = float("nan")  # known as the same object: a user's own nan is refused
+MAX_SHARD_MIB = 2048  # Two shards are in memory at once. The format MDS ends at 4 GiB.
+NOT_GIVEN = float("nan")  # default that is compared by identity: a user's own nan is refused
 OPTIONS = (
     (
         "source",
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str]) -> str:
         if options.text:
             _refuse_unreadable(options.unreadable, "text")
             return write_windows(_text_recipe(options.text, share), options.source, *to)
-        if files := find_tables(options.source, (PARQUET,)):
+        files = find_tables(options.source, (PARQUET,))
+        if files:
             _refuse_unreadable(options.unreadable, "a table")
             return write_parquet(files, *to, share)
         files = find_tables(options.source, TABLES)
@@ -105,13 +106,15 @@ def main(arguments: Sequence[str]) -> str:
 
 
 def _text_recipe(options: str, share: float | None) -> Recipe:
-    """Return recipe text with these options, and a share that is held out. Raises ConfigError if it
-    is given twice.
+    """Return recipe text with these options and the share that is held out. Raises ConfigError if
+    the options contain a share as well.
     """
     given = read_object("--text", options)
     if share is not None and "held_out" in given:
         raise ConfigError("--held-out: expected none beside held_out in --text, got both")
-    return get_recipe("text", given if share is None else {**given, "held_out": share})
+    if share is not None:
+        given = {**given, "held_out": share}
+    return get_recipe("text", given)
 
 
 def _refuse_unreadable(value: str, kind: str) -> None:
@@ -122,9 +125,7 @@ def _refuse_unreadable(value: str, kind: str) -> None:
 
 
 def _name_way(source: str) -> None:
-    """Raise ConfigError if `source` has only files that are not written to shards, with what to do
-    with them.
-    """
+    """Raise ConfigError with advice if `source` has only files that are not written to shards."""
     names = sorted(name or source for name in Storage(source, "source", SHORT_TIMEOUT).find())
     for suffixes, way in WAYS.items():
         found = [name for name in names if name.lower().endswith(suffixes)]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Regression(Recipe):
-    """A recipe whose targets are numbers: (B,), or several of each sample, (B, ...). The model's
-    outputs are alike.
+    """A recipe with numbers as targets: one for each sample, (B,), or several, (B, ...). The
+    model's outputs have the same shape.
 
     It minimizes the squared error, and measures the mean absolute error `mae` and the share of the
     targets' variance that the model explains, `r2`.
@@ -30,21 +30,26 @@ class Regression(Recipe):
         return (outputs.float() - targets).square().reshape(len(targets), -1).sum(dim=1)
 
     def num_targets(self, targets: Tensor) -> Tensor | None:
-        return None if targets.dim() == 1 else targets.new_full((len(targets),), targets[0].numel())
+        if targets.dim() == 1:
+            return None
+        return targets.new_full((len(targets),), targets[0].numel())
 
     def metrics(self) -> Mapping[str, nn.Module]:
         require("the metrics of Regression", "torchmetrics")
         from torchmetrics import MeanAbsoluteError, R2Score
 
         class R2(R2Score):
-            """The mean over a sample's numbers, in any shape; torchmetrics takes one dimension of
-            them.
+            """The mean over a sample's numbers, in any shape. The class of torchmetrics takes one
+            dimension.
             """
 
             def update(self, preds: Tensor, target: Tensor) -> None:
-                super().update(
-                    *(each.flatten(1) if each.dim() > 1 else each for each in (preds, target))
-                )
+                super().update(flatten(preds), flatten(target))
+
+        def flatten(values: Tensor) -> Tensor:
+            if values.dim() > 1:
+                return values.flatten(1)
+            return values
 
         return {"mae": MeanAbsoluteError(), "r2": R2()}
 
@@ -53,21 +58,25 @@ class Regression(Recipe):
         return {"prediction": outputs}
 
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """Return the true and the predicted number of each sample; of several the first."""
+        """Return the true and the predicted number of each sample; if there are several, the
+        first.
+        """
         truths, guesses = (
             values.reshape(len(values), -1)[:, 0].tolist() for values in (targets, outputs)
         )
-        return [
-            Prediction(
-                f"{truth:.4g}", f"{guess:.4g}", {}, numbers=[truth, guess], error=abs(truth - guess)
+        predictions = []
+        for truth, guess in zip(truths, guesses, strict=True):
+            numbers, error = [truth, guess], abs(truth - guess)
+            prediction = Prediction(
+                f"{truth:.4g}", f"{guess:.4g}", {}, numbers=numbers, error=error
             )
-            for truth, guess in zip(truths, guesses, strict=True)
-        ]
+            predictions.append(prediction)
+        return predictions
 
 
 class MultiLabel(Recipe):
-    """A recipe whose targets are 0 or 1 for each of L labels, (B, L). The model's outputs are their
-    logits.
+    """A recipe with a target of 0 or 1 for each of L labels, (B, L). The model's outputs are the
+    labels' logits.
 
     It measures the share of the labels that are predicted right, `accuracy`, and `f1` over all
     labels of all samples.
@@ -110,25 +119,25 @@ class MultiLabel(Recipe):
                 ", ".join(name for name, mark in zip(names, marks, strict=True) if mark) or "(none)"
             )
 
-        return [
-            Prediction(
+        images = to_pngs(batch, len(targets))
+        predictions = []
+        for image, output, target in zip(images, outputs, targets, strict=True):
+            prediction = Prediction(
                 truth=label((target > 0).tolist()),
                 guess=label((output > 0).tolist()),
                 scores=dict(zip(names, output.sigmoid().tolist(), strict=True)),
                 image=image,
             )
-            for image, output, target in zip(
-                to_pngs(batch, len(targets)), outputs, targets, strict=True
-            )
-        ]
+            predictions.append(prediction)
+        return predictions
 
 
 class Segmentation(Recipe):
-    """A recipe whose targets are a class for each pixel, (B, H, W); -100 does not count.
+    """A recipe with a class for each pixel as target, (B, H, W); -100 does not count.
 
-    The model's outputs are logits (B, C, H, W), and `class_names` has all C. It measures the share
-    of the pixels that are predicted right, `accuracy`, and the intersection over union of each
-    class, averaged over the classes, `miou`.
+    The model's outputs are logits (B, C, H, W), and `class_names` lists all C classes. The metrics
+    are `accuracy`, the share of the pixels that are predicted right, and `miou`, the intersection
+    over union of each class, averaged over the classes.
     """
 
     prediction_schema = {"mask": "list<list<int64>>"}
@@ -172,7 +181,7 @@ class Segmentation(Recipe):
         """
         import torch
 
-        scale = 255 // max(1, len(list_class_names(self)) - 1)  # from a class to its grey
+        scale = 255 // max(1, len(list_class_names(self)) - 1)  # grey levels between two classes
         shown = []
         for sample, guess, target in zip(
             batch.flatten(1, -3)[:, 0], outputs.argmax(dim=1), targets, strict=True
@@ -182,7 +191,9 @@ class Segmentation(Recipe):
             masks = [mask.clamp(min=0) * scale for mask in (target, guess)]
             parts = [part.to(torch.uint8) for part in [image, *masks] if part.shape == target.shape]
             counts = target != IGNORED
-            error = float((guess != target)[counts].float().mean()) if counts.any() else 0.0
+            error = 0.0
+            if counts.any():
+                error = float((guess != target)[counts].float().mean())
             names = ", ".join(("image", "truth", "guess")[-len(parts) :])
             words = f"{names}: {100 * error:.0f} % of the pixels wrong"
             shown.append(Prediction("", words, {}, to_png(torch.cat(parts, dim=1)), error=error))

@@ -1,8 +1,8 @@
-"""The documents of a source, piece by piece: of a file, directory or URL with text or Parquet, or
-Python's own topics.
+"""The documents of a source, piece by piece. A source is a file, directory or URL with text or
+Parquet, or Python's own topics.
 
-Nothing here holds more than some pieces in memory, however long a document is. Knows nothing of
-tokens; imports no torch.
+Nothing here holds more than some pieces in memory, however long a document is. This module knows
+nothing of tokens and imports no torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, GZIP, HEAD, PARQUET, kind_of
 from flyte_ddp.storage import Storage
 
-# of the files read in a directory, by default; .gz may follow
+# suffixes of the files that are read in a directory by default; .gz may follow
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")
 MAX_PIECE = 1 << 18  # characters of a part of a document; several are tokenized at once
-PARQUET_ROWS = 64  # read at once
+PARQUET_ROWS = 64  # number of rows of a Parquet file that are read at once
 
 OWN = "the reference topics that come with Python (pydoc_data.topics)"
 
@@ -42,17 +42,17 @@ class Piece:
 class Corpus:
     """The documents of `source`. They can be read again and again, in the same order.
 
-    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text
-    file. What a file is, its contents tell, not its name. Text is UTF-8, or UTF-16 or UTF-32 with a
-    byte order mark.
+    A document is a file, a row of a Parquet file, or the text between two `separator`s in a text
+    file. The kind of a file is detected from its contents, not from its name. Text is UTF-8, or
+    UTF-16 or UTF-32 with a byte order mark.
     """
 
     source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
     separator: str = ""  # text between two documents in a file; "" makes each file one document
     # pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet
     files: str = ""
-    column: str = "text"  # of the text in Parquet files
-    # files that were not read, by the reason
+    column: str = "text"  # column with the text in Parquet files
+    # number of files that were not read, by the reason
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
@@ -61,19 +61,17 @@ class Corpus:
 
     def num_bytes(self) -> int:
         """Return the size of all files as they are stored. Raises DataError if there are none."""
-        return (
-            sum(map(len, _topics()))
-            if not self.source
-            else sum(size for _, size in self._list_files())
-        )
+        if not self.source:
+            return sum(map(len, _topics()))
+        return sum(size for _, size in self._list_files())
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all documents.
 
         Raises:
-            DataError: the source is missing, damaged or one file that is no text, or has no such
-                column.
-            StorageDenied: it may not be read.
+            DataError: the source is missing or damaged, is a single file that is no text, or lacks
+                the column.
+            StorageDenied: the source may not be read.
             StorageUnavailable: its store could not be reached.
         """
         if not self.source:
@@ -84,7 +82,9 @@ class Corpus:
         storage = Storage(self.source, "data")
         for path, size in self._list_files():
             with _local_copy(storage, path, size) as file:
-                name = path if storage.is_local else str(storage.file_system.unstrip_protocol(path))
+                name = path
+                if not storage.is_local:
+                    name = str(storage.file_system.unstrip_protocol(path))
                 try:
                     reason = yield from self._read_pieces(file, name)
                 except (OSError, EOFError, zlib.error, UnicodeError) as error:
@@ -110,11 +110,10 @@ class Corpus:
         if info["type"] == "file":
             return [(root, info.get("size") or 0)]
         found = storage.find()
-        files = sorted(
-            (f"{root}/{name}", info.get("size") or 0)
-            for name, info in found.items()
-            if self._is_read(name) and info["type"] != "other"
-        )
+        files = []
+        for name, info in sorted(found.items()):
+            if self._is_read(name) and info["type"] != "other":
+                files.append((f"{root}/{name}", info.get("size") or 0))
         if not files:
             expected = self.files or f"text ({', '.join(SUFFIXES)})"
             raise DataError(
@@ -135,7 +134,7 @@ class Corpus:
         return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
     def _read_pieces(self, file: Path, name: str) -> Generator[Piece, None, str]:
-        """Yield the documents of a file. Return why it is left out; "" where it is not."""
+        """Yield the documents of a file. Return why the file is left out; "" if it is not."""
         with open(file, "rb") as stream:
             kind = kind_of(stream.read(HEAD))
         if kind == PARQUET:
@@ -180,8 +179,8 @@ def _topics() -> list[str]:
 
 @contextlib.contextmanager
 def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
-    """Yield a local path of the file, or of a copy for the block. `size` is what the store has
-    listed, 0 if unknown.
+    """Yield a local path of the file, or of a copy that exists for the block. `size` is the size
+    that the store lists, 0 if unknown.
     """
     if storage.is_local:
         yield Path(path)
@@ -203,10 +202,13 @@ def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
 def _cut(text: TextIO, separator: str) -> Iterator[Piece]:
     """Yield the documents, which `separator` ends, each as a whole or in pieces of `MAX_PIECE`."""
     kept = ""
-    while block := text.read(MAX_PIECE):
-        *documents, kept = (kept + block).split(separator) if separator else (kept + block,)
-        yield from (Piece(document, ends=True) for document in documents)
-        if len(kept) > MAX_PIECE + len(separator):  # its end may begin a separator
+    for block in iter(lambda: text.read(MAX_PIECE), ""):
+        kept += block
+        if separator:
+            *documents, kept = kept.split(separator)
+            yield from (Piece(document, ends=True) for document in documents)
+        # The end of `kept` may be the beginning of a separator.
+        if len(kept) > MAX_PIECE + len(separator):
             yield Piece(kept[:MAX_PIECE], ends=False)
             kept = kept[MAX_PIECE:]
     yield Piece(kept, ends=True)

@@ -1,5 +1,5 @@
-"""Recipe text's model: any causal language model of transformers, with its tokenizer. Knows no
-ranks, no network.
+"""Recipe text's model: any causal language model of transformers, with its tokenizer. This module
+knows no ranks and no network.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, leave_hub, make_config
 from flyte_ddp.recipes.text.tokens import Tokenizer
 
-MAX_TOKENS = 100_000  # of one text
-DEFAULT_CONTEXT = 2048  # tokens at once while generating, of a model without a limit
+MAX_TOKENS = 100_000  # limit on the tokens of one generated text
+DEFAULT_CONTEXT = 2048  # tokens that a model without a limit sees at once while generating
 
 
 class TextModel(nn.Module):
@@ -37,9 +37,9 @@ class TextModel(nn.Module):
         """Return logits (B, T, vocabulary) for tokens (B, T).
 
         Args:
-            generation: options of transformers' `generate`, whose tokens are returned instead. By
-                this method because a model that is split over ranks gathers its weights for its
-                `forward`.
+            generation: options of transformers' `generate`. With them the generated tokens are
+                returned instead. `forward` calls `generate`, because a model that is split over
+                ranks gathers its weights for its `forward`.
         """
         if generation:
             return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **generation)
@@ -52,8 +52,8 @@ class TextModel(nn.Module):
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Raise ConfigError for the state of a model with another vocabulary, also where all sizes
-        are the same.
+        """Raise ConfigError for the state of a model with another vocabulary, even if all sizes are
+        the same.
         """
         if state["tokenizer"] != self.tokenizer.files:
             raise ConfigError(
@@ -63,11 +63,11 @@ class TextModel(nn.Module):
 
 
 def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
-    """Return the model in `directory`: with its weights, or fresh ones where there is a config
-    alone.
+    """Return the model in `directory`, with its weights. If there is only a config, the weights are
+    fresh.
 
     Raises:
-        ConfigError: the files lack weights of it.
+        ConfigError: the files lack some of the model's weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -84,7 +84,8 @@ def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
         dtype=torch.float32,
         output_loading_info=True,
     )
-    if missing := sorted(found["missing_keys"]):
+    missing = sorted(found["missing_keys"])
+    if missing:
         raise ConfigError(
             f"{FIELD}: expected all weights of a causal language model, got none for {missing[0]}"
         )
@@ -95,10 +96,10 @@ def load_model(state: Mapping[str, Any], assign: bool = False) -> TextModel:
     """Return the model, on the CPU, of a state that recipe `text` wrote.
 
     Args:
-        assign: its weights are the state's own memory.
+        assign: use the state's own memory for the weights.
 
     Raises:
-        ConfigError: it is another model's.
+        ConfigError: another recipe wrote the state.
     """
     from transformers import AutoModelForCausalLM
 
@@ -116,8 +117,8 @@ def load_model(state: Mapping[str, Any], assign: bool = False) -> TextModel:
 
 
 def export_model(state: Mapping[str, Any], directory: Path) -> None:
-    """Write the files that `AutoModelForCausalLM` and `AutoTokenizer` load, from the state's own
-    memory.
+    """Write the files that `AutoModelForCausalLM` and `AutoTokenizer` load, without a copy of the
+    state.
     """
     with torch.device("meta"):
         model = load_model(state, assign=True)
@@ -134,16 +135,16 @@ def generate_text(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """Return `prompt` and the text that `model` continues it with; the same for the same arguments.
+    """Return `prompt` and the model's continuation. The same arguments return the same text.
 
     When the context is full, the text goes on from its last half.
 
     Args:
-        model: on the device that computes.
+        model: a model on the device that computes.
         prompt: the beginning of a document; "" lets the model begin.
-        max_tokens: after which the text ends, if the model does not end it before.
-        temperature: >= 0; 0 takes the likeliest token each time, 1 draws as the training text has
-            them.
+        max_tokens: limit on the tokens of the continuation, if the model does not end it before.
+        temperature: >= 0; 0 takes the likeliest token each time, 1 draws tokens as often as they
+            follow in the training text.
         top_p: in (0, 1]; draws only from the likeliest tokens that together have this probability.
         seed: >= 0.
 
@@ -155,11 +156,9 @@ def generate_text(
     check("top_p", top_p, float, Limits(above=0, maximum=1))
     check("seed", seed, int, Limits(minimum=0))
     end = model.tokenizer.end
-    tokens = [
-        end,
-        *model.tokenizer.encode([prompt.encode("utf-8", "replace").decode()])[0].tolist(),
-    ]
-    first, is_over, device = len(tokens), False, next(model.parameters()).device
+    clean_prompt = prompt.encode("utf-8", "replace").decode()
+    tokens = [end, *model.tokenizer.encode([clean_prompt])[0].tolist()]
+    first, device = len(tokens), next(model.parameters()).device
     context = (
         getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
         or DEFAULT_CONTEXT
@@ -169,18 +168,22 @@ def generate_text(
         "pad_token_id": end,
         "do_sample": temperature > 0,
     }
-    options |= {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
     was_training = model.training
     model.eval()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        while not is_over and (left := first + max_tokens - len(tokens)) > 0:
+        left = max_tokens
+        while left > 0:
             seen = tokens[-max(1, context // 2) :]
-            longest = min(left, context - len(seen) + 1)  # the last one is not seen
-            new = model(torch.tensor([seen], device=device), max_new_tokens=longest, **options)[
-                0, len(seen) :
-            ].tolist()
-            is_over = new[-1] == end
+            longest = min(left, context - len(seen) + 1)  # The model never sees the last token.
+            inputs = torch.tensor([seen], device=device)
+            outputs = model(inputs, max_new_tokens=longest, **options)
+            new = outputs[0, len(seen) :].tolist()
             tokens += new
+            left -= len(new)
+            if new[-1] == end:
+                break
     model.train(was_training)
     return prompt + model.tokenizer.decode(tokens[first:])

@@ -1,5 +1,5 @@
-"""Models of transformers by name, directory or config: what `prepare` fetches and checks, once.
-Imports no torch.
+"""Models of transformers by name, directory or config, which `prepare` fetches and checks once.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.storage import Storage, fetch_file, permit, redact_url
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
-SUFFIXES = (WEIGHTS, ".json", ".jinja")  # of the files that transformers reads, none with code
+SUFFIXES = (WEIGHTS, ".json", ".jinja")  # suffixes of the files that are read; none contains code
 FIELD = "recipe_options.pretrained"
 
 
@@ -25,7 +25,7 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
         source: path or URL of a directory, or the name of a model on the Hub.
 
     Raises:
-        ConfigError: there is no such model, or none with weights in safetensors.
+        ConfigError: there is no such model, or it has no weights in safetensors.
     """
     expected = (
         f"{FIELD}: expected a model on the Hub, or a directory or URL with one, got "
@@ -38,7 +38,7 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
         patterns = [f"*{suffix}" for suffix in SUFFIXES]
         try:
             place = str(snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*"))
-        except (OSError, ValueError) as error:  # the Hub's are one of these
+        except (OSError, ValueError) as error:  # base classes of the Hub's errors
             raise ConfigError(
                 f"{expected}, which cannot be downloaded: {in_one_line(error)}"
             ) from error
@@ -56,7 +56,7 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
 
 
 def leave_hub() -> None:
-    """Keep this process from the Hub: a rank has all that it needs."""
+    """Keep this process from the Hub: a rank has all files that it needs."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
@@ -66,18 +66,21 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
     """Return the config of transformers with these values.
 
     Args:
-        size: of the tokenizer's vocabulary, and `context` tokens of a window, which the model must
-            hold.
+        size: tokens of the tokenizer's vocabulary; the model's vocabulary must be as large.
+        context: tokens of a window; the model must see as many at once.
 
     Raises:
-        ConfigError: it is not that of a causal language model that transformers has, or holds less.
+        ConfigError: transformers has no such causal language model, or the model is too small for
+            `size` or `context`.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     kind = values.get("model_type")
     try:
-        config = AutoConfig.for_model(**values) if kind in KNOWN else None
+        config = None
+        if kind in KNOWN:
+            config = AutoConfig.for_model(**values)
     except Exception as error:  # any error is possible, such as a size of another type
         raise ConfigError(
             f"{field}: transformers refuses this config: {in_one_line(error)}"
@@ -93,7 +96,8 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
             f"{field}: expected a vocabulary of at least {size:,}, the tokenizer's, got "
             f"{text.vocab_size:,}"
         )
-    if context > (longest := getattr(text, "max_position_embeddings", None) or context):
+    longest = getattr(text, "max_position_embeddings", None) or context
+    if context > longest:
         raise ConfigError(
             f"recipe_options.context: expected at most {longest:,}, which the model "
             f"has, got {context:,}"

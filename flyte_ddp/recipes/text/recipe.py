@@ -30,52 +30,51 @@ if TYPE_CHECKING:
     from flyte_ddp.recipes.text.tokens import Tokenizer
 
 MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
-SIZES = ("layers", "width", "heads", "dropout")  # of the default model
-# of the text shown after each epoch
+SIZES = ("layers", "width", "heads", "dropout")  # options that only the default model has
+# settings of the text that is generated after each epoch
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
 
 @dataclass
 class Text(Recipe):
-    """A causal language model of transformers that predicts each token of a text from those before
-    it.
+    """A causal language model of transformers: it predicts each token of a text from the tokens
+    before it.
 
-    Samples are windows of `context` tokens, in the type in which the files have them, both (T,);
-    targets are the inputs shifted by one. All windows have as many targets, so each counts as one,
-    and its loss is the mean over its tokens.
+    Samples are windows of `context` tokens, in the integer type of the files. Inputs and targets
+    are both (T,); targets are the inputs shifted by one. All windows have equally many targets, so
+    each window counts as one target, and its loss is the mean over its tokens.
 
     Raises:
         ConfigError: an option lies outside the limits given beside it.
     """
 
-    # name of a model on the Hub, or path or URL of a directory, to train on
+    # name of a model on the Hub, or path or URL of a directory, from which training starts
     pretrained: str = field("")
-    # config of transformers, with its model_type, of a fresh model
+    # config of transformers, with its model_type, for a fresh model
     architecture: dict[str, Any] = field(factory=dict)
-    # of the fresh Llama that is trained without these, as the next three
+    # Without `pretrained` and `architecture` a fresh Llama is trained. The next four are its sizes.
     layers: int = field(4, minimum=1)
-    width: int = field(128, minimum=1)  # of the residual stream; a multiple of 2 x heads
-    heads: int = field(4, minimum=1)  # of attention in each layer
-    dropout: float = field(0.0, minimum=0, below=1)  # of attention
+    width: int = field(128, minimum=1)  # width of the residual stream, a multiple of 2 x heads
+    heads: int = field(4, minimum=1)  # attention heads in each layer
+    dropout: float = field(0.0, minimum=0, below=1)  # dropout of the attention weights
     # tokens that the model sees at once: the window of a sample
     context: int = field(128, minimum=1)
-    tokens: str = field(
-        "auto", choices=("auto", "bytes", "bpe")
-    )  # bpe: trained on the data; auto: bytes, or pretrained's
-    vocabulary: int = field(4096, minimum=300)  # tokens of a bpe
-    held_out: float = field(0.1, above=0, below=1)  # share of the documents
-    # between two documents in a text file; "" makes each file a document
+    # kind of tokens; bpe: trained on the data; auto: those of `pretrained`, or bytes
+    tokens: str = field("auto", choices=("auto", "bytes", "bpe"))
+    vocabulary: int = field(4096, minimum=300)  # number of tokens of a bpe
+    held_out: float = field(0.1, above=0, below=1)  # share of the documents that is held out
+    # text between two documents in a text file; "" makes each file a document
     separator: str = field("")
     # pattern of the names of files in a directory, such as "*.py"; "" for text and Parquet
     files: str = field("")
-    column: str = field("text")  # of Parquet files
-    prompt: str = field("")  # beginning of the text shown after each epoch
+    column: str = field("text")  # column with the text in Parquet files
+    prompt: str = field("")  # beginning of the text that is generated after each epoch
     # size of a machine's copies of shards; 0: 64 or half of what is free on the disk
     cache_gib: float = field(0.0, minimum=0)
 
     changeable_options = ("prompt", "cache_gib")
     copies_from_first = True
-    # most of it is what all models need
+    # All models need most of what this module imports.
     slow_imports = ("transformers.models.llama.modeling_llama",)
     defaults = {
         "epochs": 3,
@@ -116,9 +115,9 @@ class Text(Recipe):
         """Tokenize the text into `train.bin` and `held_out.bin`, and fetch the model.
 
         Args:
-            source: path or URL of a file or a directory with text, packed with gzip or not, or
-                Parquet, or the shards that `flyte-ddp shards` has made of such; "" for the topics
-                that come with Python.
+            source: path or URL of a file or a directory with text, packed with gzip or not, with
+                Parquet, or with the shards that `flyte-ddp shards` wrote from these; "" for the
+                topics that come with Python.
         """
         require("recipe text", "tokenizers", "transformers")
         from flyte_ddp.recipes.text import pretrained
@@ -128,7 +127,9 @@ class Text(Recipe):
 
         corpus = Corpus(source, self.separator, self.files, self.column)
         model = directory / MODEL
-        config = pretrained.fetch_model(self.pretrained, model) if self.pretrained else {}
+        config: dict[str, Any] = {}
+        if self.pretrained:
+            config = pretrained.fetch_model(self.pretrained, model)
         written = read_written(self, source)
         tokenizer = self._choose_tokenizer(corpus, written, model, source)
         if not self.pretrained:
@@ -136,9 +137,11 @@ class Text(Recipe):
             config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
             model.mkdir()
             (model / pretrained.CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        # others are known to fit, and the import takes seconds
+        # The default model is known to fit, and the import takes seconds.
         if self.pretrained or self.architecture:
-            name = "pretrained" if self.pretrained else "architecture"
+            name = "pretrained"
+            if not self.pretrained:
+                name = "architecture"
             pretrained.make_config(config, f"recipe_options.{name}", tokenizer.size, self.context)
         tokenizer.save(directory / TOKENIZER)
         if written:
@@ -148,7 +151,7 @@ class Text(Recipe):
     def _choose_tokenizer(
         self, corpus: Corpus, written: Mapping[str, Any] | None, model: Path, source: str
     ) -> Tokenizer:
-        """Return the tokenizer of shards that are written, of the model, or a new one.
+        """Return the tokenizer of the written shards, the model's tokenizer, or a new one.
 
         Raises:
             ConfigError: the model has another tokenizer than the shards.
@@ -177,7 +180,7 @@ class Text(Recipe):
             "model_type": "llama",
             "num_hidden_layers": self.layers,
             "hidden_size": self.width,
-            # two thirds of 4 x width, as SwiGLU has it
+            # two thirds of 4 x width, as usual with SwiGLU
             "intermediate_size": 32 * math.ceil(self.width / 12),
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
@@ -187,7 +190,9 @@ class Text(Recipe):
         }
 
     def data_license(self, source: str) -> str:
-        return "" if source else "PSF-2.0"  # Python's documentation
+        if source:
+            return ""
+        return "PSF-2.0"  # licence of Python's documentation
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         import torch
@@ -197,11 +202,12 @@ class Text(Recipe):
         from flyte_ddp.recipes.text.tokens import read_tokenizer
         from flyte_ddp.recipes.text.windows import to_window
 
-        # For `model` and what is shown.
+        # `model`, `figures` and `generate_sample` read these.
         self._directory = directory
         self._bytes_per_token = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         self._tokenizer = read_tokenizer(directory / TOKENIZER)
-        if url := self._bytes_per_token.get("url"):
+        url = self._bytes_per_token.get("url")
+        if url:
             return open_splits(  # type: ignore[return-value]
                 url, to_window, to_window, cache_gib=self.cache_gib or None
             )
@@ -236,7 +242,7 @@ class Text(Recipe):
         return batch.long()
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each window, (B,), of logits (B, T, V) against tokens
+        """Return the mean cross-entropy of each window, (B,), for logits (B, T, V) and tokens
         (B, T).
         """
         from torch.nn import functional
@@ -251,8 +257,8 @@ class Text(Recipe):
         return (outputs.argmax(dim=2) == targets.long()).float().mean(dim=1)
 
     def flops_per_sample(self, model: nn.Module) -> float:
-        """Return 6 operations per parameter and token, and those of attention, as the PaLM paper
-        counts them (2022).
+        """Return 6 operations per parameter and token, plus the operations of attention, as the
+        PaLM paper counts them (2022).
         """
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config: Any = model.get_submodule("model").config.get_text_config()  # type: ignore[operator,union-attr]
@@ -262,11 +268,12 @@ class Text(Recipe):
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
         """Return the perplexity per token, the losses per byte, and the speed in tokens."""
         nats_per_byte = epoch.test_loss / self._bytes_per_token["held_out"]
+        train_nats_per_byte = epoch.train_loss / self._bytes_per_token["train"]
         return {
             "perplexity": math.exp(min(epoch.test_loss, 700.0)),
             "bits_per_byte": nats_per_byte / math.log(2),
             "nats_per_byte": nats_per_byte,
-            "train_nats_per_byte": epoch.train_loss / self._bytes_per_token["train"],
+            "train_nats_per_byte": train_nats_per_byte,
             "tokens_per_second": epoch.samples_per_second * self.context,
         }
 

@@ -29,7 +29,7 @@ TRAIN, HELD_OUT = "train.bin", "held_out.bin"
 FACTS = "text.json"  # bytes of text per token of either file
 BATCH = 1 << 20  # characters of text that are tokenized at once
 BPE_SAMPLE = 64 << 20  # bytes of text from which a BPE is made
-BLOCK = 1 << 20  # tokens of a file that are looked at at once
+BLOCK = 1 << 20  # tokens of a file that are searched at once
 
 
 def prepare_shards(
@@ -50,12 +50,11 @@ def prepare_shards(
     """
     paths = directory / TRAIN, directory / HELD_OUT
     end = tokenizer.dtype.type(tokenizer.end).tobytes()
-    num_documents, num_bytes = [0, 0], [0.0, 0.0]  # to train, and held out
+    num_documents, num_bytes = [0, 0], [0.0, 0.0]  # counts of the training and the held-out side
     with open(paths[0], "wb") as train_file, open(paths[1], "wb") as held_out_file:
         for batch in _batches(corpus, held_out):
-            for (piece, side), tokens in zip(
-                batch, tokenizer.encode([piece.text for piece, _ in batch]), strict=True
-            ):
+            encoded = tokenizer.encode([piece.text for piece, _ in batch])
+            for (piece, side), tokens in zip(batch, encoded, strict=True):
                 (train_file, held_out_file)[side].write(tokens.tobytes() + end * piece.ends)
                 num_documents[side] += piece.ends
                 num_bytes[side] += len(piece.text.encode())
@@ -101,10 +100,10 @@ def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
 def read_windows(
     file: Path, tokenizer: Tokenizer, context: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return inputs and targets (N, context): views of `file`, each target the token after its
+    """Return inputs and targets (N, context): views of `file`. Each target is the token after its
     input.
 
-    Every token but the first and what is left at the end is a target once.
+    Every token is a target once, except the first token and a rest at the end.
     """
     tokens = _map_tokens(file, tokenizer)
     count = (len(tokens) - 1) // context
@@ -114,15 +113,15 @@ def read_windows(
 
 
 def _batches(corpus: Corpus, held_out: float) -> Iterator[list[tuple[Piece, bool]]]:
-    """Yield the pieces of all documents that are not empty, each with whether its document is held
-    out.
+    """Yield the pieces of all documents that are not empty. True beside a piece means that its
+    document is held out.
     """
     batch: list[tuple[Piece, bool]] = []
-    side, first, size = None, b"", 0  # the side of the current document, from its first text on
+    side, first, size = None, b"", 0  # A document's side is known from its first text on.
     for piece in corpus.pieces():
         if side is None and piece.text:
             digest = hashlib.sha256(piece.text[:MAX_PIECE].encode()).digest()
-            first = first or digest  # the first document trains, so that there is one
+            first = first or digest  # The first document always trains.
             side = digest != first and int.from_bytes(digest[:8], "big") < held_out * 2**64
         if side is not None:
             batch.append((piece, side))
@@ -138,8 +137,8 @@ def _batches(corpus: Corpus, held_out: float) -> Iterator[list[tuple[Piece, bool
 def _hold_out_end(
     train: Path, held_out: Path, tokenizer: Tokenizer, share: float, context: int
 ) -> str:
-    """Move the last documents, or the end of one, to `held_out`, and say so. Raises ConfigError if
-    they are too few.
+    """Move the last documents, or the end of the last one, to `held_out`. Return a description.
+    Raises ConfigError if there are too few tokens.
     """
     tokens = _map_tokens(train, tokenizer)
     if len(tokens) < 2 * (context + 1):
@@ -149,15 +148,17 @@ def _hold_out_end(
             f"({len(tokens):,} tokens) has a window to train on and one held out, got {context:,}"
         )
     wanted = max(context + 1, len(tokens) - max(context + 1, round(share * len(tokens))))
-    ends = (
-        int(end) + 1
-        for first in range(0, len(tokens), BLOCK)
-        for end in first + np.flatnonzero(tokens[first : first + BLOCK] == tokenizer.end)
-    )
-    usable = (end for end in ends if context < end < len(tokens) - context)
-    place = min(usable, key=lambda end: abs(end - wanted), default=0)
-    how = "the last documents held out" if place else "the end of the last one held out"
-    place = place or wanted
+    place = 0
+    for first in range(0, len(tokens), BLOCK):
+        for index in np.flatnonzero(tokens[first : first + BLOCK] == tokenizer.end):
+            end = first + int(index) + 1
+            is_usable = context < end < len(tokens) - context
+            if is_usable and (not place or abs(end - wanted) < abs(place - wanted)):
+                place = end
+    how = "the last documents held out"
+    if not place:
+        how = "the end of the last one held out"
+        place = wanted
     with open(held_out, "ab") as file:
         tokens[place:].tofile(file)
     os.truncate(train, place * tokens.itemsize)
@@ -169,12 +170,14 @@ def _count_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
 
 
 def _map_tokens(file: Path, tokenizer: Tokenizer) -> NDArray[Any]:
-    """Map `file` into memory. What is written there stays in the process: windows go to a recipe's
-    own methods, and a write to a read-only map would end the process.
+    """Map `file` into memory. Writes to the map stay in this process.
+
+    The map is writable because windows go to a recipe's own methods, and a write to a read-only map
+    would end the process.
     """
     if not file.stat().st_size:
         return np.empty(0, tokenizer.dtype)
-    # without a reserve, for which a file larger than the memory would be refused
+    # With a reserve the kernel would refuse a file that is larger than the memory.
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     with open(file, "rb") as opened:
         contents = mmap.mmap(opened.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,8 +1,8 @@
-"""Tokenizers: bytes as they are, byte-pair encoding (BPE) trained on the data, or that of a model.
-Imports no torch.
+"""Tokenizers: plain bytes, byte-pair encoding (BPE) trained on the data, or a model's tokenizer.
+This module imports no torch.
 
-A tokenizer is the files from which transformers loads it: it travels with the data, in a model's
-state and its export.
+A tokenizer consists of the files from which transformers loads it. It travels with the data, in a
+model's state and in the model's export.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "chat_template.jinja")
-END = "<|endoftext|>"  # the token that begins and ends a document, of tokenizers made here
+END = "<|endoftext|>"  # token that begins and ends a document in tokenizers made here
 
 
 class Tokenizer:
     """Texts to tokens and back.
 
     Args:
-        files: contents by name, as `save_pretrained` of transformers writes them, `TOKENIZER` among
-            them.
+        files: contents by name, as `save_pretrained` of transformers writes them. `TOKENIZER` must
+            be among them.
 
     Raises:
-        ConfigError: it has no token that ends a text.
+        ConfigError: the tokenizer has no token that ends a text.
     """
 
     def __init__(self, files: Mapping[str, str]) -> None:
@@ -40,21 +40,27 @@ class Tokenizer:
 
         self.files = dict(files)
         self._library: Any = Library.from_str(files[TOKENIZER])
-        self._library.no_truncation()  # which the file of a model may ask for
+        # A model's file may ask for truncation and padding.
+        self._library.no_truncation()
         self._library.no_padding()
-        # a text that spells out the end of a document has it as any text
+        # A text that spells out a special token is encoded as ordinary text.
         self._library.encode_special_tokens = True
         end = json.loads(files.get(SETTINGS, "{}")).get("eos_token")
-        found = self._library.token_to_id(end["content"] if isinstance(end, dict) else str(end))
+        if isinstance(end, dict):
+            found = self._library.token_to_id(end["content"])
+        else:
+            found = self._library.token_to_id(str(end))
         if found is None:
             raise ConfigError(
                 f"tokenizer: expected one with a token that ends a text, got the eos_token {end!r}"
             )
         self.end: int = found
-        self.size = max(self._library.get_vocab().values()) + 1  # of the vocabulary
-        self.dtype = np.dtype(
-            np.uint8 if self.size <= 256 else np.int16 if self.size <= 1 << 15 else np.int32
-        )
+        self.size = max(self._library.get_vocab().values()) + 1  # number of tokens
+        self.dtype: np.dtype[Any] = np.dtype(np.int32)
+        if self.size <= 256:
+            self.dtype = np.dtype(np.uint8)
+        elif self.size <= 1 << 15:
+            self.dtype = np.dtype(np.int16)
         self._is_bytes = files[TOKENIZER] == _byte_library().to_str()
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -65,7 +71,7 @@ class Tokenizer:
         return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, nothing for special ones; what is not UTF-8 becomes
+        """Return the text of `tokens`, without special tokens. Bytes that are not UTF-8 become
         U+FFFD.
         """
         return str(self._library.decode(tokens))
@@ -91,14 +97,14 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return the tokenizer whose tokens are bytes. 0xFF, which UTF-8 does not have, ends a
+    """Return the tokenizer with one token per byte. 0xFF, which UTF-8 does not use, ends a
     document.
     """
     return _with_settings(_byte_library())
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE, as GPT-2 has it, with up to `vocabulary` tokens."""
+    """Train a byte-level BPE, the kind that GPT-2 uses, with up to `vocabulary` tokens."""
     from tokenizers import models, pre_tokenizers, trainers
 
     library = _byte_level(models.BPE())
@@ -114,8 +120,8 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 def _byte_library() -> Any:
     from tokenizers import models, pre_tokenizers
 
-    # Byte-level tokenizers write a printable byte as the character with its number, the others as
-    # those from 256 on.
+    # Byte-level tokenizers write a printable byte as the character with its number, and the other
+    # bytes as the characters from 256 on.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = iter(character for character in alphabet if ord(character) > 0xFF)
     characters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(0xFF)]

@@ -1,7 +1,7 @@
 """Windows of tokens in shards: `flyte-ddp shards --text` writes them, and recipe `text` reads them.
 
-Each is a sample of MosaicML's format with the tokens of a window and the one that follows. Imports
-no torch.
+Each sample, in MosaicML's format, contains the tokens of a window and the next token. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-OPTIONS = "context", "tokens", "vocabulary"  # of the recipe, that samples depend on
-TOKENS = "tokens"  # the field of a sample
+OPTIONS = "context", "tokens", "vocabulary"  # options of the recipe that change the samples
+TOKENS = "tokens"  # name of a sample's only field
 
 
 def write_windows(
     recipe: Recipe, source: str, destination: str, seed: int, shard_bytes: int
 ) -> str:
-    """Write the windows of a text to shards of about `shard_bytes`, those to train on in a random
-    order. Return a description.
+    """Write the windows of a text to shards of about `shard_bytes`, the training windows in a
+    random order. Return a description.
 
     Raises:
-        ConfigError: as of the recipe, or `source` has shards, or `destination` has other files.
-        DataError: as of the recipe.
+        ConfigError: the recipe raised it, `source` has shards, or `destination` has other files.
+        DataError: the recipe raised it.
     """
     with tempfile.TemporaryDirectory(prefix="text-") as place:
         directory = Path(place)
@@ -55,9 +55,10 @@ def write_windows(
         if not files[0].exists():
             raise ConfigError(f"source: expected text, got shards of it at {redact_url(source)}")
         tokenizer = read_tokenizer(directory / "tokenizer")
-        note = {
+        checksums = [(file.name, 0, compute_sha256(str(file))) for file in files]
+        note: dict[str, Any] = {
             **{name: getattr(recipe, name) for name in OPTIONS},
-            "source": compute_checksum((file.name, 0, compute_sha256(str(file))) for file in files),
+            "source": compute_checksum(checksums),
             "seed": seed,
             "shard size": shard_bytes,
             "tokenizer": tokenizer.files,
@@ -67,7 +68,9 @@ def write_windows(
         for split, file in zip(SPLITS, files, strict=True):
             windows = read_windows(file, tokenizer, note["context"])
             count = len(windows[0])
-            order = np.arange(count) if file.name == HELD_OUT else draw_order(count, seed)
+            order = np.arange(count)
+            if file.name != HELD_OUT:
+                order = draw_order(count, seed)
             parts = np.array_split(order, min(count, -(-windows[0].nbytes // shard_bytes)))
             make = functools.partial(_make_shards, windows, parts)
             url = f"{destination.rstrip('/')}/{split}"
@@ -90,13 +93,16 @@ def read_written(recipe: Recipe, source: str) -> dict[str, Any]:
     """Return the note of shards of windows; empty where `source` has no such shards.
 
     Raises:
-        ConfigError: they were written with other options than the recipe's.
+        ConfigError: the shards were written with other options than the recipe's.
     """
-    note = read_note(Storage(source, "data")) if source else {}
+    if not source:
+        return {}
+    note = read_note(Storage(source, "data"))
     if "tokenizer" not in note:
         return {}
     for name in OPTIONS:
-        if note[name] != (got := getattr(recipe, name)):
+        got = getattr(recipe, name)
+        if note[name] != got:
             raise ConfigError(
                 f"recipe_options.{name}: expected {note[name]!r}, with which the shards at "
                 f"{redact_url(source)} were written, got {got!r}"
@@ -105,7 +111,7 @@ def read_written(recipe: Recipe, source: str) -> dict[str, Any]:
 
 
 def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> str:
-    """Write which shards there are, and describe them. Raises as `Shards`."""
+    """Write the list of the shards, and return a description. Raises the errors of `Shards`."""
     facts, description = describe_splits(Storage(source, "data"))
     facts |= note["bytes per token"]
     (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
@@ -113,7 +119,7 @@ def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> st
 
 
 def to_window(fields: Fields) -> tuple[Tensor, Tensor]:
-    """Return the sample of a record: tokens, and those that follow each."""
+    """Return the sample of a record: tokens, and the token that follows each."""
     import torch
 
     tokens = torch.from_numpy(fields[TOKENS].copy())
