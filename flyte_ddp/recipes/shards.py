@@ -31,6 +31,11 @@ WAYS = {
     (".tar", ".tgz", ".mds"): "these are shards, which `flyte_ddp.data.Shards` reads as they are",
     (".txt", ".md"): "give --text '{}' for text",
 }
+ABOUT = (
+    "write images in a folder for each class to tar files, text to windows of tokens, or the rows "
+    "of Parquet, CSV or JSON lines to Parquet, in a random order; the same command writes what is "
+    "missing"
+)
 MAX_SHARD_MIB = 2048  # Two shards are in memory at once. The format MDS ends at 4 GiB.
 NOT_GIVEN = float("nan")  # default that is compared by identity: a user's own nan is refused
 OPTIONS = (
@@ -66,12 +71,7 @@ OPTIONS = (
 
 def main(arguments: Sequence[str]) -> str:
     """Write the shards that are missing, and return a description of them all."""
-    text = (
-        "write images in a folder for each class to tar files, text to windows of tokens, or the "
-        "rows of Parquet, CSV or JSON lines to Parquet, in a random order; the same command writes "
-        "what is missing"
-    )
-    options = make_parser("shards", text, OPTIONS).parse_args(arguments)
+    options = make_parser("shards", ABOUT, OPTIONS).parse_args(arguments)
     if options.unreadable:
         check("--unreadable", options.unreadable, str, Limits(choices=("fail", "skip")))
     shard_bytes = whole_number("--shard-mib", options.shard_mib, 1, MAX_SHARD_MIB) << 20

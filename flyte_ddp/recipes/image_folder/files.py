@@ -1,7 +1,7 @@
 """Image files at any fsspec URL: list them, fetch them with retries, decode them.
 
-Knows neither classes nor models, and imports no torch. Credentials come from the environment
-(`flyte_ddp.storage`) and are in no index, option or pickle.
+This module knows neither classes nor models, and imports no torch. Credentials come from the
+environment (`flyte_ddp.storage`). No index, option or pickle contains them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.data.source import CONCURRENT_READS, READ_TIMEOUT
 from flyte_ddp.errors import DataError, StorageDenied
@@ -23,9 +23,9 @@ from flyte_ddp.storage.failures import is_of_machine
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
-HEAD = 512  # bytes that tell an image from another file
-MAX_LOOKS = 10_000  # files of a store whose beginnings are read, for half a minute
+MAX_SHORT_READS = 3  # A file counts as damaged after so many reads with another size than listed.
+HEAD = 512  # number of bytes that distinguish an image from another file
+MAX_LOOKS = 10_000  # number of files in a store that are probed, which takes half a minute
 SUFFIXES = (
     ".jpg",
     ".jpeg",
@@ -39,35 +39,35 @@ SUFFIXES = (
     ".pgm",
     ".avif",
 )
-VERSIONS = ("ETag", "etag", "mtime", "last_modified")  # keys of what file systems report
-# of images with more than 8 bits a pixel
+VERSIONS = ("ETag", "etag", "mtime", "last_modified")  # keys under which a store reports a version
+# values that may mean white in an image with more than 8 bits per pixel
 WHITES = (255, (1 << 12) - 1, (1 << 16) - 1, (1 << 31) - 1)
 
 
 class UnreadableImage(DataError):
-    """An image is missing, forbidden, cut short or no image: another try would end the same way."""
+    """A file is missing, forbidden, cut short or no image. Another try would end the same way."""
 
 
 @dataclass(frozen=True)
 class File:
     """A file as it was listed."""
 
-    name: str  # relative to what was listed
-    size: int  # bytes; -1 if the store does not report it
-    version: str  # ETag or time of the last change; "" where the store has neither
+    name: str  # path below the URL that was listed
+    size: int  # bytes; -1 if the store does not report the size
+    version: str  # ETag or time of the last change; "" if the store reports neither
 
 
 def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Counter[str]]:
     """Return (the URL in full, all images below it sorted by name, the number of other files by
-    what they are).
+    kind).
 
-    An object store is listed page by page. What is an image tells its beginning, not its name; of
-    more than `MAX_LOOKS` files in a store, which that many requests would take too long, the name
-    does, until the image is read.
+    An object store is listed page by page. The first bytes of a file decide if it is an image; its
+    name does not matter. With more than `MAX_LOOKS` files in a store the requests would take too
+    long. Then the name decides, until the image is read.
 
     Raises:
-        DataError: there is nothing, or the URL has a password.
-        StorageDenied: it may not be listed with the credentials of this process.
+        DataError: there are no files, or the URL has a password.
+        StorageDenied: the URL may not be listed with the credentials of this process.
         StorageUnavailable: the store could not be reached for `READ_TIMEOUT` seconds.
     """
     storage = open_storage(url, anonymous)
@@ -104,15 +104,15 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
 class FileReader:
     """Reads files below `url`, each process through one client of its own.
 
-    A client has connections and threads, which survive neither a fork nor a pickle. So it is opened
-    at the first read of a process.
+    A client has connections and threads, which survive neither a fork nor a pickle. So each process
+    opens its client at its first read.
     """
 
     url: str
-    anonymous: bool = False  # without credentials, from a public bucket
+    anonymous: bool = False  # True reads a public bucket without credentials.
 
     def begin(self, file: File) -> Future[bytes]:
-        """Begin to `read` a file while others are read."""
+        """Begin to `read` a file while other files are read."""
         _, threads = _open_client(os.getpid(), self.url, self.anonymous)
         return threads.submit(self.read, file)
 
@@ -135,8 +135,8 @@ class FileReader:
         raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
     def decode(self, file: File, contents: bytes) -> Image:
-        """Return the image of which `read` has returned the contents. Raises UnreadableImage, or an
-        error of this machine as it is.
+        """Return the image in `contents`, which `read` has returned for `file`. Raises
+        UnreadableImage. An error of this machine is raised as it is.
         """
         try:
             return decode_image(contents)
@@ -161,12 +161,12 @@ def decode_image(contents: bytes) -> Image:
     """Decode an image to RGB, upright, with transparent parts on white and more than 8 bits scaled
     to 8.
 
-    White is 1 for floats, and for whole numbers the largest one of 8, 12, 16 or 31 bits: of these
-    the smallest that no pixel exceeds, because many a 12-bit picture lies in a file of 16 or 32
-    bits that does not tell.
+    White is 1 for floats. For whole numbers it is the largest number of 8, 12, 16 or 31 bits: the
+    smallest of these that no pixel exceeds. Many 12-bit pictures are in files of 16 or 32 bits, and
+    the file does not tell.
 
     Raises:
-        Exception: of any kind; a damaged file can fail anywhere in the reading.
+        Exception: an error of any kind, because a damaged file can fail anywhere in the reading.
     """
     import numpy as np
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -176,15 +176,12 @@ def decode_image(contents: bytes) -> Image:
     except UnidentifiedImageError:
         raise ValueError("its format is not known") from None
     image: Image.Image = ImageOps.exif_transpose(opened)
-    if image.mode[0] in "IF":  # of which convert() would cut off all above 255
+    if image.mode[0] in "IF":  # convert() would cut off all values above 255.
         pixels = np.nan_to_num(np.asarray(image, dtype=np.float64))
-        white = next(
-            (white for white in (1, *WHITES)[image.mode != "F" :] if white >= pixels.max()),
-            pixels.max(),
-        )
-        return Image.fromarray(
-            (pixels.clip(0) * 256 / (white + (white > 1))).clip(0, 255).astype(np.uint8)
-        ).convert("RGB")
+        whites = (1, *WHITES)[image.mode != "F" :]
+        white = next((white for white in whites if white >= pixels.max()), pixels.max())
+        scaled = pixels.clip(0) * 256 / (white + (white > 1))
+        return Image.fromarray(scaled.clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         opaque = Image.new("RGBA", image.size, "white")
         opaque.alpha_composite(image.convert("RGBA"))
@@ -193,21 +190,17 @@ def decode_image(contents: bytes) -> Image:
 
 
 def open_storage(url: str, anonymous: bool) -> Storage:
-    """Open `url` for this process alone. Raises DataError if it has a password."""
-    if has_password(url):  # which every rank would store
+    """Open `url` for this process alone. Raises DataError if the URL has a password."""
+    if has_password(url):  # Every rank would store the password.
         raise DataError(
             "data: expected a URL without a user name or a password; give them in the "
             "environment instead"
         )
     if anonymous and not url.startswith(("s3://", "s3a://", "gs://", "gcs://")):
         raise DataError(f"anonymous: expected none with {url}; it is for s3:// and gs:// only")
-    return Storage(
-        url,
-        "data",
-        READ_TIMEOUT,
-        anonymous=anonymous,
-        # fsspec's shared instance would be shared with the parent of a forked process too.
-        skip_instance_cache=True,
-        # More would cost each image a second request, which asks for its size.
-        **({"max_concurrency": 1} if url.startswith(("s3://", "s3a://")) else {}),
-    )
+    # A forked process would share fsspec's cached instance with its parent.
+    options: dict[str, Any] = {"skip_instance_cache": True}
+    if url.startswith(("s3://", "s3a://")):
+        # A larger number would cost each image a second request, which asks for its size.
+        options["max_concurrency"] = 1
+    return Storage(url, "data", READ_TIMEOUT, anonymous=anonymous, **options)

@@ -1,7 +1,7 @@
-"""The index of the images: each with its class, for training or held out. Written once, read by
-every rank.
+"""The index of the images: each with its class, for training or held out. It is written once and
+read by every rank.
 
-Does not know how files are listed or read, and imports no torch.
+This module does not know how files are listed or read, and imports no torch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FILLER = "(?:images?|imgs?|pictures?|photos?|data|dataset|set|split|seg|folder)*"
-# names of directories, of which only the letters count; of the held-out ones the first kind is used
+_HELD_OUT = "val|valid|validate|validation|dev|eval|evaluation|heldout|holdout"
+# Patterns for the names of directories; only letters count. "test" holds out if there is no "val".
 SPLITS = {
     "train": re.compile(f"{_FILLER}(?:train|training|trn){_FILLER}"),
-    "val": re.compile(
-        f"{_FILLER}(?:val|valid|validate|validation|dev|eval|evaluation|heldout|holdout){_FILLER}"
-    ),
+    "val": re.compile(f"{_FILLER}(?:{_HELD_OUT}){_FILLER}"),
     "test": re.compile(f"{_FILLER}(?:test|testing|tst){_FILLER}"),
 }
-MAX_NAMES = 10  # of folders and classes in a description
+MAX_NAMES = 10  # number of folders or classes that a description names
 FILES = ("index.json", "train.npz", "test.npz")
 
 Labelled = Sequence[tuple[str, File]]  # images, each with the name of its class
@@ -42,13 +41,13 @@ Labelled = Sequence[tuple[str, File]]  # images, each with the name of its class
 class ImageList:
     """The images of one split.
 
-    Arrays of bytes, because every loader process has them: Python objects would take ten times the
-    memory.
+    The fields are arrays of bytes because every loader process has them. Python objects would take
+    ten times the memory.
     """
 
-    names: NDArray[Any]  # (N,) relative to the URL
+    names: NDArray[Any]  # (N,) paths below the URL
     sizes: NDArray[Any]  # (N,) bytes
-    versions: NDArray[Any]  # (N,)
+    versions: NDArray[Any]  # (N,) ETags or times of change
     labels: NDArray[Any]  # (N,) numbers of classes
 
     def __len__(self) -> int:
@@ -79,23 +78,20 @@ def write_index(
     """Write the index to `directory`, for `read_index`.
 
     Args:
-        train: none for images that are to be predicted, which have no classes.
+        train: the training images; empty for images to predict, which have no classes.
     """
     import numpy as np
 
     classes = sorted({label for label, _ in train})
     numbers = {name: number for number, name in enumerate(classes)}
     for name, images in zip(FILES[1:], (train, test), strict=True):
-        np.savez(
-            directory / name,
-            names=np.array([os.fsencode(file.name) for _, file in images]),
-            sizes=np.array([file.size for _, file in images]),
-            versions=np.array([os.fsencode(file.version) for _, file in images]),
-            labels=np.array([numbers.get(label, 0) for label, _ in images]),
-        )
-    (directory / FILES[0]).write_text(
-        json.dumps({"url": url, "image_size": image_size, "classes": classes}), encoding="utf-8"
-    )
+        names = np.array([os.fsencode(file.name) for _, file in images])
+        sizes = np.array([file.size for _, file in images])
+        versions = np.array([os.fsencode(file.version) for _, file in images])
+        labels = np.array([numbers.get(label, 0) for label, _ in images])
+        np.savez(directory / name, names=names, sizes=sizes, versions=versions, labels=labels)
+    note = json.dumps({"url": url, "image_size": image_size, "classes": classes})
+    (directory / FILES[0]).write_text(note, encoding="utf-8")
 
 
 def read_index(directory: Path) -> Index:
@@ -113,28 +109,29 @@ def read_index(directory: Path) -> Index:
 
 
 def _find_tops(tops: Sequence[str], role: str) -> list[str]:
-    """Return the top folders whose name says that they are for training, or held out."""
+    """Return the top folders with a name for this role: "train", "val" or "test"."""
     return [top for top in tops if SPLITS[role].fullmatch(re.sub("[^a-z]", "", top.lower()))]
 
 
 def split_images(
     where: str, images: Sequence[File], left_out: Counter[str], share: float, min_images: int
 ) -> tuple[Labelled, Labelled, str]:
-    """Return the training and the held-out ones of `images`, and a description for the report.
+    """Return the training images, the held-out images, and a description for the report.
 
     If there are directories for training and held-out images, by their names in `SPLITS`, the
-    folders in them are the classes. Else the top folders are the classes, and `share` of their
-    images is held out. An image's side depends on its name only, so it does not change when others
-    are added.
+    folders in them are the classes. Otherwise the top folders are the classes, and `share` of their
+    images is held out. An image's side depends on its name only, so it does not change when other
+    images are added.
 
     Args:
         where: the URL, for errors.
-        left_out: files by the reason why they are not used, to which those of other folders are
-            added.
+        left_out: number of files that are not used, by the reason. The files of other folders are
+            added to it.
 
     Raises:
-        DataError: no images, fewer than two classes, a class that one side lacks, one with fewer
-            than `min_images`, or folders of which it is not clear what they are for.
+        DataError: there are no images or fewer than two classes, a class has no image on one side
+            or fewer than `min_images`, or the names of the folders do not decide between training
+            and held out.
     """
     if not images:
         raise DataError(
@@ -160,35 +157,47 @@ def split_images(
         if others:
             reason = f"outside of the folders used ({others})"
     else:
-        train, test = [], []
-        for pair in _in_folders(images, ""):
-            side = train if _hash_to_unit(pair[1].name) >= share else test
-            side.append(pair)
+        train, test = _hold_out_share(images, share)
         how = f"{share:g} of all, by name"
     counts = _check_classes(where, train, test, how, min_images)
     left_out[reason] += len(images) - len(train) - len(test)
-    classes = f" ({_list(sorted(counts))})" if len(counts) <= MAX_NAMES else ""
-    return (
-        train,
-        test,
-        (
-            f"{len(train):,} training and {len(test):,} held-out images ({how}) of {len(counts):,} "
-            f"classes{classes}"
-        ),
+    classes = ""
+    if len(counts) <= MAX_NAMES:
+        classes = f" ({_list(sorted(counts))})"
+    description = (
+        f"{len(train):,} training and {len(test):,} held-out images ({how}) of {len(counts):,} "
+        f"classes{classes}"
     )
+    return train, test, description
+
+
+def _hold_out_share(
+    images: Sequence[File], share: float
+) -> tuple[list[tuple[str, File]], list[tuple[str, File]]]:
+    """Return the images in top folders on two sides; about `share` of them is held out."""
+    train, test = [], []
+    for label, file in _in_folders(images, ""):
+        if _hash_to_unit(file.name) >= share:
+            train.append((label, file))
+        else:
+            test.append((label, file))
+    return train, test
 
 
 def _list(names: Sequence[str]) -> str:
-    """Return the first of `names`, which may hold any bytes, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]).encode("utf-8", "backslashreplace").decode() + more
+    """Return the first of `names`, which may contain any bytes, and the number of the rest."""
+    listed = ", ".join(names[:MAX_NAMES]).encode("utf-8", "backslashreplace").decode()
+    if len(names) > MAX_NAMES:
+        listed += f" and {len(names) - MAX_NAMES} more"
+    return listed
 
 
 def _check_classes(
     where: str, train: Labelled, test: Labelled, how: str, min_images: int
 ) -> Mapping[str, int]:
     """Return the number of training images of each class, after checking both splits."""
-    counts, held_out = (Counter(label for label, _ in images) for images in (train, test))
+    counts = Counter(label for label, _ in train)
+    held_out = Counter(label for label, _ in test)
     found = sorted({*counts, *held_out})
     lacking = [
         f"{counts[name]} and {held_out[name]} of class {name!r}"
@@ -206,7 +215,7 @@ def _check_classes(
 
 
 def _in_folders(images: Sequence[File], directory: str) -> list[tuple[str, File]]:
-    """Return those of `images` in a folder below `directory`, each with the folder's name."""
+    """Return the images in a folder below `directory`, each with the folder's name."""
     start = len(directory)
     return [
         (file.name[start:].split("/")[0], file)

@@ -9,7 +9,7 @@ from flyte_ddp.errors import DataError
 if TYPE_CHECKING:
     from torch import nn
 
-# Known without importing torchvision. Others are looked up.
+# Names that are accepted without importing torchvision. Other names are looked up there.
 COMMON = (
     "resnet18",
     "resnet34",
@@ -18,12 +18,12 @@ COMMON = (
     "mobilenet_v3_large",
     "vit_b_16",
 )
-# more outputs than logits, or demands of their own
+# models that return more than logits, or that need special input
 NOT_PLAIN = ("googlenet", "inception_v3", "maxvit_t")
 
 
 def check_architecture(name: str) -> None:
-    """Raise DataError where torchvision has no model called `name` whose outputs are logits."""
+    """Raise DataError unless torchvision has a model called `name` that returns only logits."""
     if name in COMMON:
         return
     from torchvision import models
@@ -40,7 +40,9 @@ def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[n
     from torch import nn
     from torchvision import models
 
-    options = {"image_size": image_size} if architecture.startswith("vit_") else {}
+    options = {}
+    if architecture.startswith("vit_"):
+        options["image_size"] = image_size
     model: nn.Module = models.get_model(
         architecture, weights=None, num_classes=num_classes, **options
     )

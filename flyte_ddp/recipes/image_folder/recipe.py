@@ -1,7 +1,7 @@
 """Recipe `image_folder`: transfer learning on a directory with a folder of images for each class,
 at any fsspec URL.
 
-`prepare` lists the images and writes down which there are. They are read where they lie, sample by
+`prepare` lists the images and writes an index of them. The images are read from the URL, sample by
 sample, so on a cluster every node must reach the URL.
 """
 
@@ -42,41 +42,41 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-IMAGE_SIZE = 224  # pixels: what torchvision's weights were trained with
-# ImageNet's, as torchvision's weights want
+IMAGE_SIZE = 224  # pixels; torchvision's weights were trained with this size
+# ImageNet's statistics, which torchvision's weights expect
 MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
 CROP_SCALE = (0.35, 1.0)
-MAX_ASPECT = 16  # of an image that is resized whole
-# of a prediction in the report: pixels of a side, likeliest classes
+MAX_ASPECT = 16  # largest ratio of the sides of an image that is resized whole
+# A prediction in the report has so many pixels per side, and so many of the likeliest classes.
 SHOWN_SIZE, SHOWN_SCORES = 64, 10
-OWN_IMAGES = "images"  # in the directory of the prepared data
-SHARDS = "shards.json"  # there, in place of the index of images
+OWN_IMAGES = "images"  # directory of the drawn images in the prepared data
+SHARDS = "shards.json"  # file that replaces the index of images if the data are shards
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class ImageFolder(Recipe):
-    """A torchvision model with a new last layer on images of yours. Raises ConfigError for an
+    """A torchvision model with a new last layer on the user's images. Raises ConfigError for an
     option out of bounds.
     """
 
-    # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
+    # name of a classification model in torchvision, such as mobilenet_v3_small or vit_b_16
     architecture: str = "resnet18"
     # layers that are trained: all, or head (the last one)
     trainable: str = field("all", choices=("all", "head"))
-    # pixels of a side that the model sees; 0: 224, the drawn images' own 64
+    # pixels of a side that the model sees; 0: 64 for drawn images, 224 for all others
     image_size: int = field(0, minimum=0)
     augment: bool = True  # crop and flip training images randomly
-    # share of the images, where there is no directory of held-out ones
+    # share of the images that is held out if there is no directory of held-out images
     held_out: float = field(0.2, above=0, below=1)
     min_images: int = field(2, minimum=1)  # training images that each class must have
-    # image: an error, or one that keeps its place with weight 0
+    # An unreadable image fails the run, or (skip) keeps its place with weight 0.
     unreadable: str = field("fail", choices=("fail", "skip"))
-    # no credentials, for public buckets; else they come from the environment
+    # True reads public buckets without credentials; otherwise they come from the environment.
     anonymous: bool = False
-    # size of a machine's copies of shards; 0: 64 or half of what is free on the disk
+    # size of a machine's copies of shards; 0: 64 or half of the free space on the disk
     cache_gib: float = field(0.0, minimum=0)
 
     changeable_options = ("min_images", "anonymous", "cache_gib")
@@ -92,45 +92,48 @@ class ImageFolder(Recipe):
 
     def __post_init__(self) -> None:
         validate(self, "recipe_options.")
+        patch = 1  # The side of an image must be a multiple of so many pixels.
         transformer = re.fullmatch(r"vit_[a-z]_(\d+)", self.architecture)
-        patch = int(transformer[1]) if transformer else 1  # pixels that divide an image's sides
+        if transformer:
+            patch = int(transformer[1])
         if self.image_size % patch:
             raise ConfigError(
                 f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}"
             )
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Write which images there are, of which class and for which purpose.
+        """Write the index of the images, with each image's class and split.
 
         Args:
-            source: a directory or URL with either folders such as `train` and `val` or the classes'
-                folders themselves, of whose images a share is then held out, or the shards that
-                `flyte-ddp shards` has made of such; "" draws images of four shapes.
+            source: a directory or URL. It contains either folders such as `train` and `val`, or the
+                classes' folders themselves, or the shards that `flyte-ddp shards` wrote from these.
+                If it contains classes' folders, a share of the images is held out. "" draws images
+                of four shapes.
         """
         check_architecture(self.architecture)
-        if classes := self._read_classes(source):
+        classes = self._read_classes(source)
+        if classes:
             return self._prepare_shards(source, classes, directory)
         if source:
             url, files, others = list_images(source, self.anonymous)
+            image_size, how = IMAGE_SIZE, f"read from {url}"
         else:
             shapes.draw_images(directory / OWN_IMAGES)
-            url, (_, files, others) = OWN_IMAGES, list_images(str(directory / OWN_IMAGES))
-            # The time at which they were drawn does not make them others.
-            files = [dataclasses.replace(file, version="") for file in files]
+            _, drawn, others = list_images(str(directory / OWN_IMAGES))
+            # The time of the drawing must not count as another version of the images.
+            files = [dataclasses.replace(file, version="") for file in drawn]
+            url, image_size, how = OWN_IMAGES, shapes.SIZE, "drawn here"
         train, test, description = split_images(
             source or OWN_IMAGES, files, others, self.held_out, self.min_images
         )
-        image_size = self.image_size or (IMAGE_SIZE if source else shapes.SIZE)
-        write_index(directory, url, image_size, train, test)
-        return (
-            f"{description}, "
-            + (f"read from {url}" if source else "drawn here")
-            + report_left_out(others)
-        )
+        write_index(directory, url, self.image_size or image_size, train, test)
+        return f"{description}, {how}{report_left_out(others)}"
 
     def _read_classes(self, source: str) -> list[str]:
-        """Return the names of the classes of shards; none where the source has no such shards."""
-        note = read_note(open_storage(source, self.anonymous)) if source else {}
+        """Return the names of the classes of shards; empty if the source has no such shards."""
+        if not source:
+            return []
+        note = read_note(open_storage(source, self.anonymous))
         return list(note.get("classes", []))
 
     def _prepare_shards(self, source: str, classes: list[str], directory: Path) -> str:
@@ -144,14 +147,14 @@ class ImageFolder(Recipe):
         return f"{description}: images of {len(classes):,} classes"
 
     def prepare_new_data(self, source: str, directory: Path) -> str:
-        """Write which images there are, in folders or not. "" draws images as `prepare`; of shards
-        the held-out ones are predicted.
+        """Write the index of the images, in folders or not. "" draws images as `prepare`. If the
+        data are shards, the held-out images are predicted.
         """
         if not source or self._read_classes(source):
             return self.prepare(source, directory)
         check_architecture(self.architecture)
         url, files, others = list_images(source, self.anonymous)
-        images = [("", file) for file in files]  # which have no classes
+        images = [("", file) for file in files]  # New images have no classes.
         write_index(directory, url, self.image_size or IMAGE_SIZE, [], images)
         return f"{len(files):,} images, read from {url}{report_left_out(others)}"
 
@@ -160,20 +163,25 @@ class ImageFolder(Recipe):
         if (directory / SHARDS).exists():
             note = json.loads((directory / SHARDS).read_text(encoding="utf-8"))
             self.class_names, self._image_size = note["classes"], note["image_size"]
+            unreadable = "fail"
+            if self.unreadable == "skip":
+                unreadable = "ignore"
             return open_splits(  # type: ignore[return-value]
                 note["url"],
-                *(ToSample(self._image_size, augments) for augments in (self.augment, False)),
-                unreadable="ignore" if self.unreadable == "skip" else "fail",
+                ToSample(self._image_size, self.augment),
+                ToSample(self._image_size, False),
+                unreadable=unreadable,
                 cache_gib=self.cache_gib or None,
             )
         index = read_index(directory)
         self.class_names = index.classes or self.class_names
-        self._image_size = index.image_size  # for `model`
+        self._image_size = index.image_size  # `model` reads it.
         if index.url == OWN_IMAGES:
             reader = FileReader(str(directory / OWN_IMAGES))
         else:
             reader = FileReader(index.url, self.anonymous)
-        skips = self.unreadable == "skip" and bool(index.classes)  # predictions leave none out
+        # A prediction leaves no image out.
+        skips = self.unreadable == "skip" and bool(index.classes)
         train = Images(index.train, reader, index.image_size, self.augment, skips)
         test = Images(index.test, reader, index.image_size, False, skips)
         return train, test  # type: ignore[return-value]
@@ -216,7 +224,7 @@ class ImageFolder(Recipe):
 class Images:
     """One split as samples: (image in bytes (3, S, S), number of its class).
 
-    An image that cannot be read is an error or, with `skips`, keeps its place with weight 0.
+    An image that cannot be read is an error. With `skips` it keeps its place with weight 0.
     """
 
     images: ImageList
@@ -226,7 +234,7 @@ class Images:
     skips: bool
     UNREADABLE: ClassVar[object] = Shards.UNREADABLE  # see `Recipe.datasets`
     _ahead: dict[int, Future[bytes]] = dataclasses.field(default_factory=dict, init=False)
-    # samples of which this process has said that they are skipped
+    # skipped samples that this process has logged
     _told: set[int] = dataclasses.field(default_factory=set, init=False)
 
     def __len__(self) -> int:
@@ -243,7 +251,10 @@ class Images:
     def __getitem__(self, sample: int) -> Any:
         file, future = self.images.file(sample), self._ahead.pop(sample, None)
         try:
-            contents = future.result() if future else self.reader.read(file)
+            if future:
+                contents = future.result()
+            else:
+                contents = self.reader.read(file)
             image = self.reader.decode(file, contents)
         except UnreadableImage as error:
             if not self.skips:
@@ -258,7 +269,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ToSample:
-    """Makes a sample as those of `Images` of a record of shards."""
+    """Turns a record of shards into a sample like the samples of `Images`."""
 
     image_size: int
     augments: bool
@@ -270,7 +281,7 @@ class ToSample:
 
 
 def to_tensor(image: Any, size: int, augments: bool) -> Tensor:
-    """Return a decoded image in bytes, (3, size, size), cropped at random if it `augments`."""
+    """Return a decoded image in bytes, (3, size, size). `augments` crops and flips at random."""
     from torchvision import transforms
 
     if augments:
@@ -278,9 +289,9 @@ def to_tensor(image: Any, size: int, augments: bool) -> Tensor:
             transforms.RandomResizedCrop(size, CROP_SCALE)(image)
         )
     else:
-        # All but an eighth of the shorter side, as torchvision's own evaluation has it. Of a
-        # very long image only the middle is resized: all of 3 x 6,000 pixels would be 256 x
-        # 512,000.
+        # The crop keeps seven eighths of the shorter side, as torchvision's own evaluation does.
+        # Only the middle of a very long image is resized: a whole image of 3 x 6,000 pixels would
+        # become 256 x 512,000.
         longest = MAX_ASPECT * min(image.size)
         if max(image.size) > longest:
             image = transforms.CenterCrop([min(side, longest) for side in reversed(image.size)])(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-SIZE = 64  # pixels, of each side
+SIZE = 64  # pixels per side
 NUM_TRAIN, NUM_HELD_OUT = 60, 20  # images of each class
 SEED = 0
-# hue in degrees, and sides
+# hue in degrees, and number of sides
 SHAPES = {"circle": (0, 40), "pentagon": (90, 5), "square": (180, 4), "triangle": (270, 3)}
 
 
 def draw_images(directory: Path) -> None:
-    """Write `train` and `val`, each with a folder of PNGs for each class; the same files every
-    time.
+    """Write `train` and `val`, each with a folder of PNGs for each class. Every call writes the
+    same files.
 
     Each class has a shape and a hue, so a few epochs are enough to learn them. Shade, size,
     position, angle, background and specks are random for each image.
@@ -33,16 +33,11 @@ def draw_images(directory: Path) -> None:
                 for _ in range(60):  # specks
                     colour = ImageColor.getrgb(f"hsl({draws.randrange(360)}, 60%, 70%)")
                     brush.point((draws.randrange(SIZE), draws.randrange(SIZE)), colour)
-                brush.regular_polygon(
-                    tuple(
-                        draws.uniform(low, high) * SIZE
-                        for low, high in ((0.38, 0.62), (0.38, 0.62), (0.2, 0.32))
-                    ),
-                    num_sides,
-                    draws.uniform(0, 360),
-                    ImageColor.getrgb(
-                        f"hsl({(hue + draws.randint(-30, 30)) % 360}, {draws.randint(40, 90)}%, "
-                        f"{draws.randint(45, 75)}%)"
-                    ),
-                )
+                x, y = draws.uniform(0.38, 0.62) * SIZE, draws.uniform(0.38, 0.62) * SIZE
+                radius = draws.uniform(0.2, 0.32) * SIZE
+                angle = draws.uniform(0, 360)
+                shade = (hue + draws.randint(-30, 30)) % 360
+                saturation, lightness = draws.randint(40, 90), draws.randint(45, 75)
+                colour = ImageColor.getrgb(f"hsl({shade}, {saturation}%, {lightness}%)")
+                brush.regular_polygon((x, y, radius), num_sides, angle, colour)
                 image.save(folder / f"{number:03d}.png")

@@ -30,8 +30,8 @@ from flyte_ddp.recipes.image_folder.files import (
 )
 from flyte_ddp.recipes.image_folder.index import split_images
 
-CLASS = "cls"  # the field of a sample with the number of its class, as WebDataset calls it
-MIN_IMAGES = 2  # training images of a class
+CLASS = "cls"  # WebDataset's name for the field with the number of a sample's class
+MIN_IMAGES = 2  # training images that each class must have
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ def write_images(
     description.
 
     Args:
-        held_out: share of the images, where there is no directory of held-out ones.
+        held_out: share of the images that is held out if there is no directory of held-out images.
         skips: leave out an image that cannot be read, with a warning.
 
     Raises:
         UnreadableImage: an image cannot be read.
-        DataError: as of `list_images` and `split_images`.
+        DataError: `list_images` or `split_images` raised it.
         ConfigError: `destination` has other files.
     """
     url, files, left_out = list_images(source)
@@ -63,13 +63,16 @@ def write_images(
     }
     begin_shards(destination, note)
     reader, lines = FileReader(url), [description]
+    skipped = None
+    if skips:
+        skipped = left_out
     for split, images in zip(SPLITS, (train, test), strict=True):
         order = [
             (classes.index(label), file)
             for label, file in map(images.__getitem__, draw_order(len(images), seed).tolist())
         ]
         shards = _cut([file for _, file in order], shard_bytes)
-        make = functools.partial(_make_tars, reader, order, shards, left_out if skips else None)
+        make = functools.partial(_make_tars, reader, order, shards, skipped)
         lines.append(write_shards(f"{destination.rstrip('/')}/{split}", len(shards), ".tar", make))
     return "\n".join(lines) + report_left_out(left_out)
 
@@ -89,11 +92,11 @@ def _make_tars(
     left_out: Counter[str] | None,
     missing: Sequence[int],
 ) -> Iterator[tuple[int, bytes, int]]:
-    """Yield number, contents and samples of the `missing` ones of `shards`.
+    """Yield number, contents and number of samples of each shard in `missing`.
 
     Args:
-        order: the class and the file of each image, as the shards have them.
-        left_out: counts the images that cannot be read; None if they are errors.
+        order: the class and the file of each image, in the order of the shards.
+        left_out: counts the images that cannot be read; None if such an image is an error.
     """
 
     def read(image: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The tutorial's names of pets. Model and data number the characters of a name as here."""
+"""The tutorial's names of pets. Model and data use the same numbers for the characters."""
 
 # The tutorial's 31 characters in its order: * is "no letter (yet)", + is the end of a name.
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "

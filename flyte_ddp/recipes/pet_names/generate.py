@@ -16,11 +16,11 @@ from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.recipes.pet_names.model import NameModel
 
-# names drawn as one batch, which usually has a thousand new ones; a few rows cost as much as many
+# Names drawn as one batch, usually with a thousand new names. A few rows cost as much as many.
 CHUNK = 1792
-MAX_LETTERS = 30  # of a name
-MAX_DRAWS = 50  # per name wanted, until that is an error
-MIN_CHUNKS = 2  # drawn at least, however few names are wanted
+MAX_LETTERS = 30  # largest length of a generated name
+MAX_DRAWS = 50  # number of draws per wanted name before generation fails
+MIN_CHUNKS = 2  # smallest limit on the number of chunks, however few names are wanted
 
 
 def generate_names(
@@ -32,16 +32,16 @@ def generate_names(
     known: Collection[str] = (),
     max_length: int = MAX_LETTERS,
 ) -> list[str]:
-    """Return `count` different names in title case, none of them in `known`; the same for the same
-    arguments.
+    """Return `count` different names in title case, none of them in `known`. The same arguments
+    return the same names.
 
     Args:
-        model: on the device that computes.
-        temperature: > 0; below 1 for more common names than those of the training, above 1 for less
-            common ones.
+        model: a model on the device that computes.
+        temperature: > 0; below 1 the names are more common than the training names, above 1 less
+            common.
         seed: >= 0.
         prefix: the beginning of every name, in any case.
-        known: names not to repeat, usually those of the training, in any case.
+        known: names not to repeat, usually the training names, in any case.
         max_length: characters, from 1 to `MAX_LETTERS`. Longer names are dropped, not cut.
 
     Raises:
@@ -77,8 +77,8 @@ def generate_names(
 
 
 def load_model(state: Mapping[str, Any]) -> NameModel:
-    """Return the model, on the CPU, of a state of recipe `pet_names`. Raises ConfigError for
-    another model's.
+    """Return the model, on the CPU, of a state of recipe `pet_names`. Raises ConfigError for the
+    state of another model.
     """
     model = NameModel()
     try:
@@ -98,9 +98,10 @@ def draw_chunk(
     prefix: str,
     max_length: int,
 ) -> list[str]:
-    """Return `CHUNK` names, less those that do not end, in lower case, with repeats and old names.
+    """Return up to `CHUNK` names in lower case, with repeats and old names. Names that do not end
+    are left out.
 
-    The model is in evaluation mode for this time, so only one thread at a time may use it.
+    The model is in evaluation mode meanwhile, so only one thread at a time may use it.
     """
     device = generator.device
     beginning = [ALPHABET.index(letter) for letter in prefix.lstrip().lower()]
@@ -111,7 +112,7 @@ def draw_chunk(
     model.eval()
     with torch.no_grad():
         logits, state = model.next_letter(torch.tensor([BLANK], device=device), None)
-        for letter in beginning:  # the same for all names
+        for letter in beginning:  # All names begin with these letters.
             logits, state = model.next_letter(torch.tensor([letter], device=device), state)
         logits = logits.expand(CHUNK, -1)
         state = tuple(part.expand(-1, CHUNK, -1).contiguous() for part in state)
@@ -127,8 +128,15 @@ def draw_chunk(
                 break
             logits, state = model.next_letter(letters, state)
     model.train(was_training)
-    rows = ("".join(ALPHABET[letter] for letter in row) for row in spelled.tolist())
-    ended = [row.partition("+")[0] for row in rows if "+" in row]
-    return [
-        name for name in ended if name.strip() == name and any(letter.isalpha() for letter in name)
-    ]
+    return _list_names(spelled)
+
+
+def _list_names(spelled: torch.Tensor) -> list[str]:
+    """Return the names that end, have a letter, and have no blanks at their ends."""
+    names = []
+    for row in spelled.tolist():
+        name, ending, _ = "".join(ALPHABET[letter] for letter in row).partition("+")
+        has_letter = any(letter.isalpha() for letter in name)
+        if ending and has_letter and name.strip() == name:
+            names.append(name)
+    return names

@@ -1,5 +1,5 @@
-"""The pet-name tutorial's model. Apart from its recipes, which processes read that never need
-torch.
+"""The pet-name tutorial's model. It has its own module because it imports torch, and the recipe's
+module must not.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK
 
-WIDTH, NUM_LAYERS, DROPOUT = 128, 4, 0.1  # the tutorial's
+WIDTH, NUM_LAYERS, DROPOUT = 128, 4, 0.1  # values of the tutorial
 
-State = tuple[Tensor, ...]  # of the LSTM for N names: two tensors of shape (*, N, *)
+State = tuple[Tensor, ...]  # state of the LSTM for N names: two tensors of shape (*, N, *)
 
 
 class NameModel(nn.Module):
@@ -24,13 +24,13 @@ class NameModel(nn.Module):
         self.fc = nn.Linear(WIDTH, len(ALPHABET))
 
     def forward(self, letters: Tensor) -> Tensor:
-        """Return logits (N, t, 31) for letters (N, T), indices into `ALPHABET`, with blanks on the
-        right; t < T where all further are blank.
+        """Return logits (N, t, 31) for letters (N, T), indices into `ALPHABET` with blanks on the
+        right. t is less than T if all further letters are blank.
         """
-        if letters.is_cuda:  # to read the lengths would make the host wait for the GPU
+        if letters.is_cuda:  # Reading the lengths would make the host wait for the GPU.
             logits: Tensor = self.fc(self.lstm(_one_hot(letters))[0])
             return logits
-        # A batch is two thirds blank or more: packed it takes a CPU half the time.
+        # At least two thirds of a batch are blank: a packed batch takes a CPU half the time.
         lengths = (letters != BLANK).sum(dim=1) + 1
         packed = pack_padded_sequence(
             _one_hot(letters), lengths, batch_first=True, enforce_sorted=False

@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 
 IGNORED = 255  # in the targets: no target at this position
 
-# written by `prepare`: the distinct training names, one a line
+# file that `prepare` writes: the distinct training names, one a line
 TRAINING_NAMES = "training_names.txt"
-# of a CSV file, lower-cased; the first is the Seattle register's
+# lower-case titles of the CSV column with the names; the first is the title in Seattle's register
 NAME_COLUMNS = ("animal's name", "name")
-DELIMITERS = ",;\t|"  # of a CSV file
-MAX_LINES = 20  # that one row of a CSV file may take
+DELIMITERS = ",;\t|"  # characters that may separate the columns of a CSV file
+MAX_LINES = 20  # number of lines that one row of a CSV file may take
 MAX_LENGTH = 40  # characters; the register's longest name has 37
-MIN_NAMES = 20  # distinct names
-HELD_OUT_RATIO = 10  # one of so many distinct names is held out
+MIN_NAMES = 20  # smallest number of distinct names
+HELD_OUT_RATIO = 10  # number of distinct names per held-out name
 
 
 class PetNames(ArrayRecipe):
     """A 4-layer LSTM, 128 wide, on whole names.
 
-    Samples are rows of bytes, both (T,) with T the longest name's length + 1: as input `BLANK` and
-    then the letters, as target the letters and then `END`, padded with `BLANK` and `IGNORED`.
+    Inputs and targets are rows of bytes, both (T,), where T is the longest name's length + 1. An
+    input is `BLANK` and then the letters, padded with `BLANK`. A target is the letters and then
+    `END`, padded with `IGNORED`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -71,25 +72,26 @@ class PetNames(ArrayRecipe):
     def prepare(self, source: str, directory: Path) -> str:
         """Write `train.npz` and `test.npz`, and the distinct training names to `TRAINING_NAMES`.
 
-        A tenth of the distinct names is held out, chosen by a hash of the name, so no training name
-        is among them. Training keeps repeated names; a held-out name occurs once.
+        A hash of the name decides which tenth of the distinct names is held out, so no training
+        name is held out. Training keeps repeated names; a held-out name occurs once.
 
         Args:
-            source: a path or URL of a CSV file with a column "Animal's Name" or "name", a JSON list
-                of strings, or text with a name a line, each packed with gzip or not; "" for the
-                recipe's own list.
+            source: a path or URL of a CSV file with a column "Animal's Name" or "name", of a JSON
+                list of strings, or of text with one name per line, packed with gzip or not; "" for
+                the recipe's own list.
         """
         import numpy as np
 
-        bundled = importlib.resources.files(__package__).joinpath("names.txt")
-        raw = _read(source) if source else bundled.read_text(encoding="utf-8")
+        if source:
+            raw = _read(source)
+        else:
+            bundled = importlib.resources.files(__package__).joinpath("names.txt")
+            raw = bundled.read_text(encoding="utf-8")
         left_out: Counter[str] = Counter()
         names = _select_usable(_parse_names(raw, source, left_out), left_out)
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
-        where, others = (
-            source or "names.txt, the recipe's own list",
-            report_left_out(left_out, "name"),
-        )
+        where = source or "names.txt, the recipe's own list"
+        others = report_left_out(left_out, "name")
         if len(distinct) < MIN_NAMES:
             raise DataError(
                 f"data: expected at least {MIN_NAMES} distinct names of at most {MAX_LENGTH} "
@@ -135,7 +137,7 @@ class PetNames(ArrayRecipe):
         return losses.view_as(targets).sum(dim=1)
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # IGNORED is no output's index
+        # No output has the index IGNORED.
         return (outputs.argmax(dim=2) == targets[:, : outputs.shape[1]]).sum(dim=1)
 
     def num_targets(self, targets: Tensor) -> Tensor:
@@ -144,6 +146,7 @@ class PetNames(ArrayRecipe):
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Show for each name the letter in its middle, with the letters before it."""
         shown = []
+        names = self.class_names
         for letters, logits, row in zip(batch.tolist(), outputs, targets, strict=True):
             places = (row != IGNORED).nonzero().flatten().tolist()
             place = places[len(places) // 2]
@@ -151,14 +154,13 @@ class PetNames(ArrayRecipe):
             beginning = "".join(
                 ALPHABET[letter] for letter in letters[: place + 1] if letter != BLANK
             )
-            shown.append(
-                Prediction(
-                    truth=self.class_names[int(row[place])],
-                    guess=self.class_names[int(scores.argmax())],
-                    scores=dict(zip(self.class_names, scores.tolist(), strict=True)),
-                    text=f"{beginning.title()}…",
-                )
+            prediction = Prediction(
+                truth=names[int(row[place])],
+                guess=names[int(scores.argmax())],
+                scores=dict(zip(names, scores.tolist(), strict=True)),
+                text=f"{beginning.title()}…",
             )
+            shown.append(prediction)
         return shown
 
 
@@ -168,7 +170,8 @@ def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     """
     import numpy as np
 
-    inputs = np.full((len(names), max(map(len, names)) + 1), BLANK, dtype=np.uint8)
+    length = max(map(len, names)) + 1
+    inputs = np.full((len(names), length), BLANK, dtype=np.uint8)
     targets = np.full_like(inputs, IGNORED)
     for row, name in enumerate(names):
         letters = [ALPHABET.index(letter) for letter in name]
@@ -178,7 +181,7 @@ def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _select_usable(raw: Sequence[str], left_out: Counter[str]) -> list[str]:
-    """Return the names in lower case that the model has letters for; count the others in
+    """Return the names that the model's alphabet can spell, in lower case. Count the others in
     `left_out`, by the reason.
     """
     names = []
@@ -196,8 +199,8 @@ def _select_usable(raw: Sequence[str], left_out: Counter[str]) -> list[str]:
 
 
 def _read(source: str) -> str:
-    """Return the text of the file at `source`, unpacked. A byte that is no UTF-8 costs only the
-    name that it is in.
+    """Return the text of the file at `source`, unpacked. A byte that is not UTF-8 makes only its
+    own name unusable.
     """
     expected = "data: expected a CSV, JSON or text file with names"
     try:
@@ -207,12 +210,15 @@ def _read(source: str) -> str:
     kind = kind_of(contents)
     if kind not in (*ENCODINGS, EMPTY, NO_UTF8):
         raise DataError(f"{expected}, got {source}: {kind}")
-    return contents.decode(kind if kind in ENCODINGS else "utf-8", errors="replace")
+    encoding = "utf-8"
+    if kind in ENCODINGS:
+        encoding = kind
+    return contents.decode(encoding, errors="replace")
 
 
 def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
-    """Return the names in `text`, which its contents show to be JSON, CSV or a name a line; count
-    damaged lines.
+    """Return the names in `text`, and count damaged lines. The format, detected from the contents,
+    is JSON, CSV or one name per line.
     """
     if text.lstrip()[:1] in ("[", "{"):
         return _parse_json(text, source)
@@ -220,8 +226,9 @@ def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
     headers = {mark: next(csv.reader(lines[:1], delimiter=mark), []) for mark in DELIMITERS}
     for mark, columns in headers.items():
         header = [column.strip().lower() for column in columns]
-        if column := next((name for name in NAME_COLUMNS if name in header), ""):
-            return _parse_rows(lines[1:], mark, header, header.index(column), left_out)
+        for name in NAME_COLUMNS:
+            if name in header:
+                return _parse_rows(lines[1:], mark, header, header.index(name), left_out)
     mark = max(headers, key=lambda mark: len(headers[mark]))
     if len(headers[mark]) > 1 and sum(mark in line for line in lines) > len(lines) / 2:
         raise DataError(
@@ -235,25 +242,21 @@ def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
 def _parse_rows(
     lines: Sequence[str], delimiter: str, header: Sequence[str], column: int, left_out: Counter[str]
 ) -> list[str]:
-    """Return one column of a CSV file. A line that cannot be read, such as one with a stray
-    quotation mark, costs one.
+    """Return one column of a CSV file. A line that cannot be read, for example because of a stray
+    quotation mark, is counted and left out.
 
-    Text in quotation marks may go on in the lines that follow, except a name.
+    Text in quotation marks may continue in the lines that follow, except a name.
     """
     names, start = [], 0
     while start < len(lines):
         for end in range(start + 1, min(start + MAX_LINES, len(lines)) + 1):
+            text = [f"{line}\n" for line in lines[start:end]]
             try:
-                row = next(
-                    csv.reader(
-                        [f"{line}\n" for line in lines[start:end]], delimiter=delimiter, strict=True
-                    )
-                )
-            except csv.Error:  # as it is where only the next line ends a quotation
+                row = next(csv.reader(text, delimiter=delimiter, strict=True))
+            except csv.Error:  # A quotation may end in the next line.
                 continue
-            if not any(row[len(header) :]) and "\n" not in (
-                name := (row[column : column + 1] or [""])[0]
-            ):
+            name = (row[column : column + 1] or [""])[0]
+            if not any(row[len(header) :]) and "\n" not in name:
                 names.append(name)
                 start = end
                 break
