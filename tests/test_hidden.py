@@ -177,12 +177,12 @@ def test_predictions_ask_for_a_hidden_option_and_take_the_true_one_alone(tmp_pat
     made = {"recipe": RECIPE, "num_samples": 3, **redact_values(config)}
     storage, facts = Storage(str(tmp_path / "made")), {"recipe": RECIPE}
     storage.write(prediction.MANIFEST, json.dumps({**made, "hidden": hash_hidden(config)}).encode())
-    prediction._look_into(storage, facts, config)
+    prediction._check_output(storage, facts, config)
     with raises_one_line(ConfigError, match=f"^{TOKEN}: expected .* as of the predictions in"):
-        prediction._look_into(storage, facts, with_token("word"))
+        prediction._check_output(storage, facts, with_token("word"))
     storage.write(prediction.MANIFEST, json.dumps(made).encode())
     with raises_one_line(ConfigError, match=f"^{TOKEN}: .* earlier version: give another output"):
-        prediction._look_into(storage, facts, config)
+        prediction._check_output(storage, facts, config)
 
 
 def test_a_replay_asks_for_hidden_options_and_data(tmp_path, monkeypatch):

@@ -9,44 +9,42 @@ from flyte_ddp.launch.run_options import RECIPE_OPTIONS, end_as_shell, read_give
 from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE, Predictions, predict
 from flyte_ddp.storage import redact_url
 
+ABOUT = "Predict new data with a trained model, into Parquet files. The same command resumes."
+OPTIONS = (
+    ("recipe", "of the model", None),
+    ("--model-state", "path or URL of a state dict, or the directory of a champion", None),
+    ("--output", "directory or URL for the predictions", None),
+    ("--batch-size", f"samples of a forward pass (default {BATCH_SIZE})", BATCH_SIZE),
+    ("--part-size", f"samples of a file (default {PART_SIZE})", PART_SIZE),
+    *RECIPE_OPTIONS,
+)
+
 
 def main(arguments: Sequence[str]) -> int | str:
-    """Predict, and return where the predictions are, or the exit status of a run that was stopped.
-    Raises as `predict`.
+    """Predict, and return the place of the predictions, or the exit status of a run that was
+    stopped. Raises as `predict`.
     """
-    options = make_parser(
-        "predict",
-        "Predict new data with a trained model, into Parquet files. The same command resumes.",
-        (
-            ("recipe", "of the model", None),
-            ("--model-state", "path or URL of a state dict, or the directory of a champion", None),
-            ("--output", "directory or URL for the predictions", None),
-            ("--batch-size", f"samples of a forward pass (default {BATCH_SIZE})", BATCH_SIZE),
-            ("--part-size", f"samples of a file (default {PART_SIZE})", PART_SIZE),
-            *RECIPE_OPTIONS,
-        ),
-        allow_abbrev=False,
-    ).parse_args(arguments)
+    options = make_parser("predict", ABOUT, OPTIONS, allow_abbrev=False).parse_args(arguments)
     made: list[Predictions] = []
 
     def call() -> None:
-        made.append(
-            predict(
-                options.recipe,
-                options.model_state,
-                options.data,
-                options.output,
-                batch_size=options.batch_size,
-                part_size=options.part_size,
-                config=read_given("--config", options.config) or {},
-                nnodes=options.nnodes,
-                nproc_per_node=options.nproc_per_node,
-                cluster=read_given("--cluster", options.cluster),
-            )
+        predictions = predict(
+            options.recipe,
+            options.model_state,
+            options.data,
+            options.output,
+            batch_size=options.batch_size,
+            part_size=options.part_size,
+            config=read_given("--config", options.config) or {},
+            nnodes=options.nnodes,
+            nproc_per_node=options.nproc_per_node,
+            cluster=read_given("--cluster", options.cluster),
         )
+        made.append(predictions)
 
     status = end_as_shell(call)
     if not made:
         return status
-    files = f"{len(made[0].paths)} file{'s' * (len(made[0].paths) != 1)}"
+    num_files = len(made[0].paths)
+    files = f"{num_files} file{'s' * (num_files != 1)}"
     return f"{made[0].num_rows:,} predictions in {files} of {redact_url(options.output)}"

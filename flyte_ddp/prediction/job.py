@@ -9,10 +9,10 @@ from typing import Any
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.recipes import Recipe
 
-MANIFEST = "_manifest.json"  # which readers of the whole directory skip
-DATA = "samples"  # in the manifest: `Predictor.describe_data`, as JSON
-RUN = ".run"  # below the output while a run is there; readers skip it, too
-RANK = "flyte_ddp.prediction.rank:main"  # by name, because its module imports torch
+MANIFEST = "_manifest.json"  # Readers of the whole directory skip names with _ and with a dot.
+DATA = "samples"  # key of the manifest for `Predictor.describe_data`, as JSON
+RUN = ".run"  # directory below the output that exists while a run does
+RANK = "flyte_ddp.prediction.rank:main"  # a name, because the module imports torch
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PredictionJob:
     output: str  # URL of the directory of the parts
     batch_size: int  # samples of a forward pass
     part_size: int  # samples of a file, a multiple of `batch_size`
-    record: dict[str, Any]  # of the call, for the manifest
+    record: dict[str, Any]  # description of the call for the manifest
 
     def __call__(self) -> bytes:
         pkgutil.resolve_name(RANK)(self)
@@ -33,5 +33,5 @@ class PredictionJob:
 
 
 def part_name(number: int) -> str:
-    """Return the name of the file with part `number`; the names sort as their samples do."""
+    """Return the name of the file with part `number`. Names sort in the order of the samples."""
     return f"part-{number:06d}.parquet"

@@ -1,5 +1,5 @@
-"""A recipe's model and new data in one process: predict a part of the samples. Knows no other
-processes.
+"""A recipe's model and new data in one process: predict a part of the samples. This module knows no
+other processes.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from flyte_ddp.training.parallel import MEMORY_SHARE, Parallelism
 from flyte_ddp.training.passes import evaluating, forward
 from flyte_ddp.world import ALONE, World
 
-NUM_COMPARED = 256  # samples, evenly spread, that stand for all
+NUM_COMPARED = 256  # number of samples, evenly spread, that are compared in place of all
 
 
 class Predictor:
     """A model with its weights on a device, and the samples that it predicts.
 
     Args:
-        directory: of the prepared data.
-        world: of this process alone, with its device.
+        directory: the directory of the prepared data.
+        world: a world of this process alone, with its device.
 
     Raises:
-        ConfigError: the state is not one of the recipe's model, or of other classes than the data;
-            or no device holds it.
+        ConfigError: the state does not fit the recipe's model, has other classes than the data, or
+            is too large for any device.
         DataError: there are no samples.
     """
 
-    dataset: Any  # as `Recipe.predict_dataset` describes it
+    dataset: Any  # the return value of `Recipe.predict_dataset`
 
     def __init__(self, job: PredictionJob, directory: str, world: World = ALONE) -> None:
         require("predictions", "pyarrow")
@@ -58,9 +58,9 @@ class Predictor:
         state = read_state(job.model_state, "model_state: expected a state dict")
         self.recipe = recipe = get_recipe(job.recipe, config.recipe_options)
         if not list_class_names(recipe):
-            # not by assignment, because it may be a frozen dataclass
+            # The recipe may be a frozen dataclass, which refuses an assignment.
             object.__setattr__(recipe, "class_names", find_class_names(state))
-        with isolate_draws([]):  # as `open_datasets` does, for the same split of the data
+        with isolate_draws([]):  # `open_datasets` does the same, so both split the data alike.
             seed_generators(derived_seed(config.seed, *b"datasets"))
             self.dataset = recipe.predict_dataset(Path(directory))
         if not len(self.dataset):
@@ -78,7 +78,7 @@ class Predictor:
         return -(-len(self) // self.job.part_size)
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of samples, and the schema of their predictions, for the manifest."""
+        """Return the number of samples and the schema of their predictions, for the manifest."""
         ((keys, columns),) = self._predict(0, min(self.job.batch_size, len(self)))
         found = schema.find_schema(self.recipe, keys, columns)
         return {
@@ -95,8 +95,8 @@ class Predictor:
         return schema.from_text(json.loads(manifest)["arrow_schema"])
 
     def describe_data(self) -> dict[str, Any]:
-        """Return the number of samples, and plain values that tell them from others: of shards the
-        checksums of all, of other data `NUM_COMPARED` of them.
+        """Return the number of samples, and plain values that identify them. For shards these are
+        all checksums, for other data a summary of `NUM_COMPARED` samples.
         """
         facts: dict[str, Any] = {"num_samples": len(self)}
         if hasattr(self.dataset, "describe_shards"):
@@ -110,13 +110,15 @@ class Predictor:
         return facts
 
     def check_data(self) -> None:
-        """Check that the data are those of the predictions that are there, also if the recipe reads
-        them where they lie. Raises ConfigError if they are others.
+        """Check that the existing predictions were made from the same data. Raises ConfigError if
+        not.
+
+        The check matters most for a recipe that reads the data from their URL.
         """
         manifest = json.loads(Storage(self.job.output, "output").read(MANIFEST))
         found = self.describe_data()
         expected = json.loads(manifest.get(DATA, "{}"))
-        if not expected:  # an older version wrote no facts about the data
+        if not expected:  # An older version wrote no facts about the data.
             name = "num_samples"
             expected, found = {name: manifest[name]}, {name: found[name]}
         where = f", as of the predictions in {self.job.output!r}"
@@ -124,7 +126,7 @@ class Predictor:
         compare("data: ", expected, found, where, remedy=remedy, read=self.describe_data)
 
     def write_part(self, number: int, on_batch: Callable[[], None] = lambda: None) -> None:
-        """Predict the samples of a part, and put its file into the output.
+        """Predict the samples of a part, and write its file to the output.
 
         Args:
             on_batch: called after each batch.
@@ -160,14 +162,14 @@ class Predictor:
                 yield keys, schema.list_columns(self.recipe, outputs, len(numbers))
 
     def _key(self, number: int) -> Any:
-        """Return what a sample is known by: its number where the data set has no keys."""
+        """Return the key of a sample: its number if the data set has no keys."""
         key = getattr(self.dataset, "key", None)
-        return key(number) if key else number
+        if key:
+            return key(number)
+        return number
 
     def _locate_error(self, numbers: Sequence[int], error: Exception) -> DataError:
-        """Return an error that names recipe, part and sample, of which one of a batch cannot be
-        read.
-        """
+        """Return an error that names recipe, part and sample, after a batch could not be read."""
         place = f"samples {numbers[0]} to {numbers[-1]}"
         for number in numbers:
             try:
@@ -195,7 +197,10 @@ class Predictor:
             batch = [
                 tensor.index_select(0, index).to(self.device) for tensor in self.dataset.tensors
             ]
-            yield batch[0] if len(batch) == 1 else tuple(batch)
+            if len(batch) == 1:
+                yield batch[0]
+            else:
+                yield tuple(batch)
 
     def _load(self, indices: Sequence[Tensor]) -> Iterator[Any]:
         batches = self._loaded.batches(indices, epoch=0)
@@ -214,12 +219,12 @@ class Predictor:
 
 
 def pair_with_index(sample: Any, index: int) -> tuple[Any, int]:
-    """Return what `LoadedSamples` reads of an input."""
+    """Return the (input, target) pair of an input for `LoadedSamples`: its target is its index."""
     return sample, index
 
 
 class OneDevice(Parallelism):
-    """A process that holds the whole model, and trains nothing."""
+    """Parallelism of a process that holds the whole model and trains nothing."""
 
     def check_memory(self, model: nn.Module) -> None:
         """Raise ConfigError if the weights need more than one GPU."""

@@ -1,5 +1,5 @@
-"""Predict new data with a recipe's trained model, on this machine or on a Dask cluster: Parquet
-files, one for each part of the data, complete or absent. Imports no torch.
+"""Predict new data with a recipe's trained model, on this machine or on a Dask cluster. Each part
+of the data gets a Parquet file, which is complete or absent. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ if TYPE_CHECKING:
     from distributed import Client
 
 BATCH_SIZE, PART_SIZE = 256, 64 * 256  # samples
-# seconds at most until predictions continue without a node: its files may come last
+# seconds at most until predictions continue without a lost node; another rank makes its files
 RETURN_TIMEOUT = 10.0
-MAX_NAMED = 3  # parts in an error
-ARROW = ("pyarrow.parquet", "pandas")  # the first imports the other where it is installed
+MAX_NAMED = 3  # number of parts that an error names
+ARROW = ("pyarrow.parquet", "pandas")  # The first module imports pandas if it is installed.
 
 
 @dataclass(frozen=True)
 class Predictions:
     """The result of `predict`."""
 
-    paths: list[str]  # of the Parquet files, in the order of the samples
-    num_rows: int  # in all of them, one for each sample
+    paths: list[str]  # Parquet files, in the order of the samples
+    num_rows: int  # rows in all files, one for each sample
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model state, and what is known of its training."""
+    """A model state, and the known facts about its training."""
 
     state: str  # URL with the checksum of its contents
     recipe: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, as they are shown
-    # of those that are hidden; None where an earlier version trained
+    options: Mapping[str, Any] = field(default_factory=dict)  # recipe's options that are not hidden
+    # hashes of the hidden options; None if an earlier version trained the model
     hidden: Sequence[Mapping[str, str]] | None = ()
 
 
@@ -87,39 +87,43 @@ def predict(
     name: str = "",
     progress: bool = True,
 ) -> Predictions:
-    """Predict every sample of `data` once, in its order. The same call resumes: files that are
-    there are not made again.
+    """Predict every sample of `data` once, in its order. The same call resumes: existing files are
+    not made again.
 
     Args:
-        recipe: as of `train`.
+        recipe: the same as in `train`.
         model_state: path or URL of a state dict, or the directory of a champion.
-        data: path or URL for `Recipe.prepare_new_data`; "" for the recipe's own.
-        output: directory or URL for the files and their manifest, which all machines reach.
+        data: path or URL for `Recipe.prepare_new_data`; "" for the recipe's own data.
+        output: directory or URL for the files and their manifest. All machines must reach it.
         batch_size: samples of a forward pass.
         part_size: samples of a file, a multiple of `batch_size`.
-        config: fields that differ from the recipe's defaults. Options of the recipe are by default
-            those of the model's training, where that is known.
-        nnodes, nproc_per_node, cluster, client: as of `train`; one rank for each GPU, or `auto`
-            two. One node is enough to begin and to go on, if `min_nodes` says no more.
-        name: of a cluster that is made on Kubernetes, unique in a namespace.
+        config: fields that differ from the recipe's defaults. The recipe's options default to the
+            values of the model's training, if these are known.
+        nnodes, nproc_per_node, cluster, client: the same as in `train`; `auto` starts one rank for
+            each GPU, or two. One node is enough to begin and to continue, unless `min_nodes` asks
+            for more.
+        name: name of a new cluster on Kubernetes, unique in a namespace.
         progress: show a bar on a terminal.
 
     Raises:
-        ConfigError, DataError: bad input, among it a state of another model or of other classes,
-            and an output that has other predictions.
+        ConfigError, DataError: the input is bad, for example a state of another model or of other
+            classes, or an output that has other predictions.
         ChampionError: the champion is damaged.
         RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
             `launch.run.run`; the message begins with the part that a lost rank had.
     """
-    recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
-    given = {} if config is None else config
+    if not isinstance(recipe, str):
+        recipe = load_anew(recipe)
+    given: Mapping[str, Any] = {}
+    if config is not None:
+        given = config
     check_object("config", given)
     _check_sizes(batch_size, part_size)
     gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster, client=client)
     if gang.needs_cluster:
         gang = dataclasses.replace(gang, cluster=_make_patient(gang.cluster_config()))
     model = find_model(model_state)
-    # also those beside the model, before anything is read by them
+    # The options may contain URLs. They are checked before anything is read from them.
     named = {**model.options, **given.get("recipe_options", {})}
     check_places(list_places(named, "recipe_options"))
     options = _merge_options(recipe, model, given.get("recipe_options", {}))
@@ -142,12 +146,12 @@ def predict(
             "part_size": part_size,
         }
         options = {OPTIONS: resolved.recipe_options}
-        _look_into(storage, facts, options)
+        _check_output(storage, facts, options)
         record = {**facts, **redact_values(options), "hidden": hash_hidden(options)}
         job = PredictionJob(
             *(recipe, resolved, model.state, storage.url, batch_size, part_size), record
         )
-        # Also where all files are there: the data may have changed where a recipe reads them.
+        # The job runs even if all files exist, because a rank compares the data with theirs.
         _run(job, gang, name or f"predict-{os.urandom(4).hex()}", directory, progress)
         return _finish(storage, part_size)
 
@@ -161,7 +165,7 @@ def _check_sizes(batch_size: int, part_size: int) -> None:
 
 
 def _finish(storage: Storage, part_size: int) -> Predictions:
-    """Delete what killed processes have left, and return the predictions."""
+    """Delete the temporary files of killed processes, and return the predictions."""
     num_samples = json.loads(storage.read(MANIFEST))["num_samples"]
     for name in storage.names():
         if name.endswith(".tmp"):
@@ -171,7 +175,7 @@ def _finish(storage: Storage, part_size: int) -> Predictions:
 
 
 def _make_patient(cluster: ClusterConfig) -> ClusterConfig:
-    """Return the cluster of predictions, which go on with any number of nodes: no rank waits for
+    """Return a cluster that continues with any number of nodes, because no rank waits for
     another.
     """
     timeout = min(cluster.return_timeout, RETURN_TIMEOUT)
@@ -183,12 +187,14 @@ def _run(job: PredictionJob, gang: Gang, name: str, directory: str, progress: bo
     from tqdm import tqdm
 
     storage = Storage(job.output, "output")
-    # None: no bar where there is no terminal
-    with tqdm(unit="part", disable=None if progress else True) as bar:
+    is_hidden = None  # None hides the bar only if there is no terminal.
+    if not progress:
+        is_hidden = True
+    with tqdm(unit="part", disable=is_hidden) as bar:
         shown = _Claims(bar)
         program = _make_program(job)
         with gang.open_place(program, name) as place, shown.name_part():
-            # The same name for all calls: the manifest says whether they are alike.
+            # All calls use the same name, because the manifest decides if they are alike.
             run = Job(
                 program,
                 storage.join(RUN),
@@ -205,9 +211,12 @@ def _run(job: PredictionJob, gang: Gang, name: str, directory: str, progress: bo
 
 
 def _make_program(job: PredictionJob) -> Program:
-    """Return the program of the ranks: that of a training with another call, of any batch size."""
+    """Return the program of the ranks: a training's program with another call and no batch size."""
     recipe = job.recipe
-    call = pickle.dumps(job) if isinstance(recipe, str) else by_value.pickle(job, recipe, "recipe")
+    if isinstance(recipe, str):
+        call = pickle.dumps(job)
+    else:
+        call = by_value.pickle(job, recipe, "recipe")
     program = recipe_program(recipe, job.config)
     program = program.with_needs(batch=None, compiler=False, gpus="")
     slow_imports = (*program.slow_imports, *ARROW)
@@ -216,12 +225,12 @@ def _make_program(job: PredictionJob) -> Program:
 
 @dataclass(eq=False)
 class _Claims(events.Listener):
-    """The part that each rank of the attempt has claimed last, and the bar of those that are
-    written.
+    """The part that each rank of the attempt claimed last, and a progress bar of the written
+    parts.
     """
 
     bar: Any
-    parts: dict[int, str] = field(default_factory=dict)  # by the number of the rank
+    parts: dict[int, str] = field(default_factory=dict)  # rank to the name of its last part
 
     def handle(self, event: events.Event) -> None:
         match event:
@@ -235,8 +244,8 @@ class _Claims(events.Listener):
 
     @contextlib.contextmanager
     def name_part(self) -> Iterator[None]:
-        """Add to a failure of the block the part that was lost. A user's mistake is raised as
-        itself.
+        """Name the lost part in an error of the block. A user's mistake is raised as the rank's own
+        error.
         """
         try:
             yield
@@ -247,7 +256,9 @@ class _Claims(events.Listener):
                 kind: Any = getattr(errors, error.error_name, object)
                 if issubclass(kind, (ConfigError, DataError)):
                     raise kind(error.cause.partition(": ")[2]) from None
-            parts = [self.parts[rank]] if rank in self.parts else sorted(self.parts.values())
+            parts = sorted(self.parts.values())
+            if rank in self.parts:
+                parts = [self.parts[rank]]
             if parts:
                 more = f" and {len(parts) - MAX_NAMED} more" * (len(parts) > MAX_NAMED)
                 error.args = (f"{', '.join(parts[:MAX_NAMED])}{more}: {error}",)
@@ -255,14 +266,14 @@ class _Claims(events.Listener):
 
 
 def find_model(url: str) -> TrainedModel:
-    """Return the model whose state is at `url`, or that is the champion there.
+    """Return the model with its state dict at `url`, or the champion in that directory.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no model.
         ChampionError: the champion is damaged.
     """
     store = ChampionStore(url)
-    with contextlib.suppress(StorageDenied):  # below a file nothing can be read
+    with contextlib.suppress(StorageDenied):  # If the URL is a file, a path below it is refused.
         if store.pointer():
             manifest = store.manifest()
             return TrainedModel(
@@ -278,7 +289,7 @@ def find_model(url: str) -> TrainedModel:
             f"{url!r}, which does not exist"
         )
     directory = os.path.dirname(url) or "."
-    for place in (directory, f"{directory}/export"):  # where a training leaves its card
+    for place in (directory, f"{directory}/export"):  # directories with a training's card
         with contextlib.suppress(FileNotFoundError, ValueError):
             card = json.loads(Storage(place, "model_state").read(CARD))
             return TrainedModel(pinned, card["recipe"], card["config"][OPTIONS], card.get("hidden"))
@@ -288,11 +299,11 @@ def find_model(url: str) -> TrainedModel:
 def _merge_options(
     recipe: str | type[Recipe], model: TrainedModel, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the recipe's options: those of the training, and what is given besides.
+    """Return the recipe's options: the training's values and the given values.
 
     Raises:
-        ConfigError: the model is of another recipe, or was trained with another value, or with one
-            that is hidden and not given.
+        ConfigError: the model belongs to another recipe, was trained with another value, or was
+            trained with a hidden value that is not given.
     """
     ours, theirs = (
         path_of(each).rpartition(".")[2] for each in (name_of(recipe), model.recipe or "")
@@ -305,18 +316,19 @@ def _merge_options(
     return restore_options(recipe, trained, given)
 
 
-def _look_into(storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _check_output(storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Check that the output is empty, or has predictions of the same call.
 
     Args:
-        options: of the recipe, under their name in a config.
+        options: the recipe's options, as {"recipe_options": {...}}.
 
     Raises:
-        ConfigError: it has other files, or predictions that others would have made.
+        ConfigError: the output has other files, or predictions of another call.
     """
     names = set(storage.names())
     if MANIFEST not in names:
-        if others := sorted(name for name in names if not name.startswith(".")):
+        others = sorted(name for name in names if not name.startswith("."))
+        if others:
             raise ConfigError(
                 "output: expected an empty directory, or one with predictions of this call, got "
                 f"{storage.url!r} with {others[0]}"

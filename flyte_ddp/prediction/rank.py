@@ -1,8 +1,8 @@
-"""One rank of a gang that predicts: it claims part after part, until none is left.
+"""One rank of a gang that predicts: it claims part after part, until no part is left.
 
-Claims are a counter in the store where the ranks meet. An attempt begins with a new store, and with
-the list of the files that are missing then, so a claim ends with the attempt of its rank. No rank
-waits for another but for that list, so there is no process group, and no barrier at the end.
+Claims are a counter in the store of the rendezvous. An attempt begins with a new store and a new
+list of the missing files, so a claim ends with the attempt of its rank. Ranks wait for that list
+and for nothing else, so there is no process group, and no barrier at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flyte_ddp.rank.link import RankProcess
     from flyte_ddp.rank.reporter import Reporter
 
-# keys of the store: the numbers of the missing parts, and how many are claimed and finished
+# keys of the store: numbers of the missing parts, count of claimed and count of finished parts
 MISSING, CLAIMED, FINISHED = (f"flyte_ddp/parts-{each}" for each in ("missing", "claimed", "done"))
 GOLDEN_RATIO = 0.618034
 
@@ -37,7 +37,7 @@ def main(job: PredictionJob) -> None:
     current = session.current()
     process, reporter = current.process, current.reporter
     store = process.open_store()
-    for name in STOP_SIGNALS:  # after one, the part in hand is finished
+    for name in STOP_SIGNALS:  # After a signal the rank still finishes its part.
         signal.signal(signal.Signals[name], lambda number, frame: None)
     directory = process.link.wait_for_data()
     predictor = Predictor(job, str(directory), World(0, 1, _choose_device(process)))
@@ -63,7 +63,7 @@ def main(job: PredictionJob) -> None:
 def _choose_device(process: RankProcess) -> torch.device:
     if not process.node.use_gpus:
         return torch.device("cpu")
-    # a rank on a MIG slice sees that slice alone
+    # A rank on a MIG slice sees that slice alone.
     device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
@@ -82,7 +82,7 @@ def _write(predictor: Predictor, number: int, reporter: Reporter) -> None:
 def _begin(predictor: Predictor, process: RankProcess, reporter: Reporter) -> list[int]:
     """Write the manifest, or compare the data with it, and return the numbers of the missing parts.
 
-    A file counts as a state that the run goes on from.
+    Each existing file counts as progress from which the run resumes.
     """
     job = predictor.job
     storage = Storage(job.output, "output")
@@ -90,12 +90,12 @@ def _begin(predictor: Predictor, process: RankProcess, reporter: Reporter) -> li
     if MANIFEST not in names:
         manifest = {**job.record, **predictor.describe()}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-    elif not process.job.stored:  # else an attempt of this run has compared them
+    elif not process.job.stored:  # Otherwise an attempt of this run has compared the data.
         predictor.check_data()
     missing = [each for each in range(predictor.num_parts) if part_name(each) not in names]
     num_there = predictor.num_parts - len(missing)
     reporter.emit(events.CheckpointLoaded(num_there, job.output))
     process.link.position.is_stoppable = True
-    # Each attempt begins elsewhere, so that a part which ends its rank keeps no other waiting.
+    # Each attempt begins with another part. So a part that ends its rank does not block the others.
     first = int(len(missing) * (GOLDEN_RATIO * process.node.num_restarts % 1))
     return missing[first:] + missing[:first]

@@ -1,7 +1,7 @@
-"""The columns of predictions: one schema for all files, which stands before the first is written.
+"""The columns of predictions. All files have one schema, which is fixed before the first file.
 
 A column has the type that the recipe declares (`prediction_schema`), or else the type of its values
-in the first batch. Numbers are float64 there, so that whole numbers may be followed by others.
+in the first batch. Undeclared numbers are float64, so that fractions may follow whole numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, locate
 
-KEY = "key"  # the column by which a sample is known
+KEY = "key"  # name of the column that identifies a sample
 REMEDY = 'declare its type, such as prediction_schema = {{"{}": "string"}} in the recipe'
 TYPES = "int64, float32, bool, string, binary or list<float64>"
 
@@ -35,14 +35,14 @@ def from_text(text: str) -> Any:
 
 
 def find_schema(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any]) -> Any:
-    """Return the schema of the predictions from those of a batch.
+    """Return the schema of the predictions, inferred from a batch.
 
     Args:
-        keys: of the samples.
-        columns: the recipe's, as `list_columns` returns them.
+        keys: the keys of the samples.
+        columns: the return value of `list_columns`.
 
     Raises:
-        ConfigError: a column has no type yet, or a declared one has another type or is missing.
+        ConfigError: the values of a column show no type, or a declared column is missing.
     """
     import pyarrow
 
@@ -68,7 +68,7 @@ def make_table(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any], 
     """Return the predictions of a batch as a table with this schema.
 
     Raises:
-        ConfigError: they do not fit it; names the column.
+        ConfigError: a column does not fit the schema; the message names it.
     """
     import pyarrow
 
@@ -76,14 +76,19 @@ def make_table(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any], 
     expected = [name for name in schema.names if name != KEY]
     different = sorted(set(expected) ^ set(columns))
     if different:
-        what = "also" if different[0] in columns else "none called"
+        what = "none called"
+        if different[0] in columns:
+            what = "also"
         raise ConfigError(
             f"{place}: expected the columns {', '.join(expected)} in each batch, got {what} "
             f"{different[0]!r}"
         )
     arrays = []
     for name, kind in zip(schema.names, schema.types, strict=True):
-        found = _guess(place, name, keys if name == KEY else columns[name])
+        values = keys
+        if name != KEY:
+            values = columns[name]
+        found = _guess(place, name, values)
         try:
             if not _fits(found.type, kind):
                 raise pyarrow.ArrowInvalid(f"values of {found.type}")
@@ -101,7 +106,7 @@ def list_columns(recipe: Recipe, outputs: Any, num_samples: int) -> dict[str, An
     """Return the recipe's columns of a batch, as lists or arrays of plain values.
 
     Raises:
-        ConfigError: they are none, or have not a value for each sample.
+        ConfigError: the recipe returns no columns, or a column lacks a value for a sample.
     """
     place = locate(recipe, "prediction_columns")
     found: Any = recipe.prediction_columns(outputs)
@@ -114,7 +119,9 @@ def list_columns(recipe: Recipe, outputs: Any, num_samples: int) -> dict[str, An
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{place}: {name}: {error}") from error
         is_column = isinstance(plain, (list, numpy.ndarray))
-        got = f"with {len(plain)}" if is_column else f"with a {type(values).__name__} alone"
+        got = f"with a {type(values).__name__} alone"
+        if is_column:
+            got = f"with {len(plain)}"
         if not isinstance(name, str) or name == KEY or not is_column or len(plain) != num_samples:
             raise ConfigError(
                 f"{place}: expected columns with a value for each of {num_samples} samples, and "
@@ -125,7 +132,7 @@ def list_columns(recipe: Recipe, outputs: Any, num_samples: int) -> dict[str, An
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value without tensors, and as an array only where that has one dimension."""
+    """Return a value without tensors. It is an array only if it has one dimension."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
@@ -145,7 +152,7 @@ def to_plain(value: Any) -> Any:
         if value.ndim == 1 and value.dtype.kind in "biufSMm":
             return value
         value = value.tolist()
-    elif hasattr(value, "tolist") and not isinstance(value, numpy.generic):  # such as of pandas
+    elif hasattr(value, "tolist") and not isinstance(value, numpy.generic):  # pandas, for example
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         return [to_plain(each) for each in value]
@@ -158,7 +165,7 @@ def _guess(place: str, name: str, values: Sequence[Any]) -> Any:
 
     try:
         return pyarrow.array(values)
-    except (TypeError, ValueError, OverflowError) as error:  # among them those of Arrow
+    except (TypeError, ValueError, OverflowError) as error:  # base classes of Arrow's errors
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{place}: {name}: expected numbers, text, or lists of one kind, got {reason}"
@@ -166,7 +173,7 @@ def _guess(place: str, name: str, values: Sequence[Any]) -> Any:
 
 
 def _widen(kind: Any) -> Any:
-    """Return the type of a column whose values in the first batch are of `kind`."""
+    """Return the type of a column from the type of its values in the first batch."""
     import pyarrow
 
     types = pyarrow.types
@@ -187,8 +194,8 @@ def _has_null(kind: Any) -> bool:
 
 
 def _fits(found: Any, kind: Any) -> bool:
-    """Return whether a cast from one type to the other changes no value's meaning. The cast itself
-    refuses a number that `kind` does not have.
+    """Return whether a cast from one type to the other keeps the meaning of all values. The cast
+    itself refuses a number that `kind` cannot represent.
     """
     import pyarrow
 
@@ -218,8 +225,8 @@ def _is_any(kinds: Sequence[Callable[[Any], bool]], kind: Any) -> bool:
 
 
 def _list_declared(recipe: Recipe) -> dict[str, Any]:
-    """Return the types of the recipe's `prediction_schema` by name. Raises ConfigError for others
-    than Arrow's.
+    """Return the types of the recipe's `prediction_schema` by name. Raises ConfigError for a type
+    that Arrow does not have.
     """
     import pyarrow
 

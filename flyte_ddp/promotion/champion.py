@@ -1,17 +1,16 @@
-"""The champion: the model in use, the versions before it, and the small file that names the one in
-use.
+"""The champion: the model in use, the versions before it, and the small file that names the version
+in use.
 
     URL/champion.json                     names the version in use; replaced by a single put
     URL/versions/VERSION/manifest.json    origin, metrics and checksum of the version
     URL/versions/VERSION/model_state.pt   its state dict, or model_state.safetensors
-    URL/versions/VERSION/run_card.json    the run card of its training, if that had one
+    URL/versions/VERSION/run_card.json    the run card of its training, if there was one
     URL/last_challenge.json               how the last challenge ended
-    URL/last_run.json                     when the last retraining ended, also one that trained
-    nothing
+    URL/last_run.json                     when the last retraining ended, even if it trained nothing
 
 Versions never change once they are complete, and a reader follows the one name: it finds the old
-model or the new one, nothing in between. Knows neither Flyte nor the rules of promotion; imports no
-torch until a state is loaded.
+model or the new one, nothing in between. This module knows neither Flyte nor the rules of
+promotion. It imports no torch until a state is loaded.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ class Manifest:
     and `bytes`.
     """
 
-    version: str  # sorts by the time of the promotion
-    parent: str  # the version in use before it; "" for the first
-    created_at: str  # of the promotion, UTC, ISO 8601
-    kickoff_time: str  # of the retraining, in the same form
+    version: str  # name of the version; names sort by the time of the promotion
+    parent: str  # the version in use before this one; "" for the first
+    created_at: str  # time of the promotion, UTC, ISO 8601
+    kickoff_time: str  # time at which the retraining started, UTC, ISO 8601
     recipe: str
     recipe_version: str  # SHA-256 of the code that a run of the recipe ships
     config: dict[str, Any]
@@ -69,21 +68,21 @@ class Manifest:
     data_fingerprint: str
     num_train_samples: int
     num_test_samples: int
-    metrics: dict[str, float]  # on the held-out data of its own training
-    # of its parent, on the same data; empty if it could not be measured
+    metrics: dict[str, float]  # figures on the held-out data of this version's training
+    # figures of the parent on the same data; empty if they could not be measured
     parent_metrics: dict[str, float]
-    code_version: str  # of the code that trained it
-    execution: str  # that trained it; "" for a local run
-    sha256: str = ""  # of the file with the state dict
-    bytes: int = 0  # of the same file
-    advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
-    # URL and SHA-256 of the weights that its training started from; "" for fresh ones
+    code_version: str  # version of the code that trained the model
+    execution: str  # Flyte's execution that trained the model; "" for a local run
+    sha256: str = ""  # checksum of the file with the state dict
+    bytes: int = 0  # size of the file with the state dict
+    advantage: list[float] = field(default_factory=list)  # see `PromotionResult.advantage`
+    # URL and SHA-256 of the weights from which the training started; "" for fresh weights
     initial_state: str = ""
-    # in the order of the model's outputs; empty if not known
+    # names of the classes, in the order of the model's outputs; empty if not known
     class_names: list[str] = field(default_factory=list)
-    file: str = MODEL_STATE  # with the state dict; its name says in which format
-    # hashes of the config's values that are not shown, see `storage.hidden`; None in manifests of
-    # an earlier version
+    file: str = MODEL_STATE  # name of the file with the state dict; it shows the format
+    # hashes of the config's hidden values, see `storage.hidden`; None in manifests of an earlier
+    # version of this library
     hidden: list[dict[str, str]] | None = None
 
 
@@ -93,10 +92,10 @@ class Pointer:
 
     version: str
     manifest_sha256: str
-    parent: str  # of the version: a rollback must not need the files of what it replaces
-    # When a rollback put the version in use: nothing is promoted until `release`; "" for no hold.
-    # Not in a file of its own: each rollback, also one to the version in use, has to change what a
-    # promotion compares with before it writes.
+    parent: str  # the version's parent, because a rollback must work if the version is damaged
+    # Time at which a rollback put the version in use; "" for no hold. Nothing is promoted until
+    # `release`. It is part of the pointer because each rollback, even to the version in use, must
+    # change the contents that a promotion compares before it writes.
     held_since: str = ""
 
 
@@ -132,7 +131,8 @@ class ChampionStore:
         """Return the manifest of the version in use, now or when `pointer` was read.
 
         Raises:
-            ChampionError: it is missing or damaged; NoChampion if none was promoted yet.
+            ChampionError: the manifest is missing or damaged; NoChampion before the first
+                promotion.
         """
         if pointer is None:
             return self._read_newest(self.manifest)
@@ -149,14 +149,14 @@ class ChampionStore:
         return _manifest(contents)
 
     def load(self, pointer: bytes | None = None) -> tuple[dict[str, Any], Manifest]:
-        """Return the state dict, tensors on the CPU, and manifest of the version in use, as
-        `manifest`.
+        """Return the state dict, with tensors on the CPU, and the manifest of the version in use.
+        Raises as `manifest`.
         """
         if pointer is None:
             return self._read_newest(self.load)
         manifest = self.manifest(pointer)
         contents = self._state(manifest)
-        try:  # the checksum proves that these bytes were promoted, not that they are harmless
+        try:  # The checksum proves that these bytes were promoted, not that they are harmless.
             state: dict[str, Any] = from_bytes(contents)
         except pickle.UnpicklingError as error:
             raise ChampionError(
@@ -165,11 +165,13 @@ class ChampionStore:
         return with_class_names(state, manifest.class_names or class_names_of(state)), manifest
 
     def in_use(self, pointer: bytes | None = None) -> Pointer:
-        """Parse `champion.json`, as it is now or when `pointer` was read; with "" in all fields if
+        """Parse `champion.json`, as it is now or when `pointer` was read. All fields are "" if
         there is no champion or the file is damaged.
         """
         with contextlib.suppress(ChampionError):
-            return self.parse(self.pointer() if pointer is None else pointer)
+            if pointer is None:
+                return self.parse(self.pointer())
+            return self.parse(pointer)
         return Pointer("", "", "")
 
     def state_url(self, manifest: Manifest) -> str:
@@ -177,12 +179,12 @@ class ChampionStore:
         return self.storage.join(_name(manifest.version, manifest.file))
 
     def versions(self, newest: int = 0) -> list[Manifest]:
-        """Return the manifests of all complete versions, or of the `newest` so many, oldest
-        first.
+        """Return the manifests of all complete versions, oldest first. With `newest` return only
+        that many of the newest versions.
         """
         found = []
         for version in self._list_versions()[-newest:]:
-            # of an interrupted promotion, or damaged later
+            # A promotion may have been interrupted, and a version may be damaged.
             with contextlib.suppress(ChampionError):
                 found.append(_manifest(self._read(version, MANIFEST)))
         return found
@@ -193,26 +195,29 @@ class ChampionStore:
         """Make `state`, a file with a state dict in torch's format or safetensors, the champion.
 
         Args:
-            manifest: of the state; version, time, parent and checksum are set here.
+            manifest: the manifest of the state; version, time, parent and checksum are set here.
             replaced: the pointer as it was when the two models were compared.
-            card: the run card of its training; b"" for none.
+            card: the run card of the state's training; b"" for none.
 
         Returns:
             The manifest as written.
 
         Raises:
-            ChampionChanged: the champion is not the one that it was compared with any more. Compare
-                again.
+            ChampionChanged: the champion was replaced after the comparison. Compare again.
         """
         now = datetime.datetime.now(datetime.timezone.utc)
+        version = f"{now:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}"
+        file = MODEL_STATE
+        if is_safetensors(state):
+            file = EXPORTED_STATE
         manifest = dataclasses.replace(
             manifest,
-            version=f"{now:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}",
+            version=version,
             parent=self.in_use(replaced).version,
             created_at=_utc_now(),
             sha256=hashlib.sha256(state).hexdigest(),
             bytes=len(state),
-            file=EXPORTED_STATE if is_safetensors(state) else MODEL_STATE,
+            file=file,
         )
         contents = _json(dataclasses.asdict(manifest))
         self.storage.write(_name(manifest.version, manifest.file), state)
@@ -227,22 +232,24 @@ class ChampionStore:
         return manifest
 
     def rollback(self, version: str = "") -> Manifest:
-        """Put `version` in use again, by default the parent of the one in use, and return its
+        """Put `version` in use again, by default the parent of the version in use, and return its
         manifest.
 
-        It stays in use until `release`: nobody rolls back to have the next schedule promote the
-        same model again.
+        The version stays in use until `release`: the next scheduled retraining must not promote the
+        same bad model again.
 
         Raises:
             ConfigError: there is no such version.
-            ChampionError: its files are missing or damaged.
+            ChampionError: the version's files are missing or damaged.
             ChampionChanged: another version was put in use meanwhile.
         """
         pointer = self.pointer()
         wanted = version or self.parse(pointer).parent
         known = self._list_versions()
         if wanted not in known:
-            got = repr(wanted) if wanted else "none, and the one in use has no parent"
+            got = "none, and the one in use has no parent"
+            if wanted:
+                got = repr(wanted)
             raise ConfigError(
                 f"version: expected one of {', '.join(known)} in {self._shown}, got {got}"
             )
@@ -257,7 +264,7 @@ class ChampionStore:
 
         Raises:
             ChampionError: `champion.json` is damaged; NoChampion if there is none.
-            ChampionChanged: another version was put in use meanwhile, whose hold stays.
+            ChampionChanged: another version was put in use meanwhile. Its hold stays.
         """
         pointer = self.pointer()
         held = self.parse(pointer)
@@ -294,14 +301,14 @@ class ChampionStore:
         return {}
 
     def read_record(self, name: str) -> dict[str, Any] | None:
-        """Return what `record` wrote last; None if there is nothing. Raises ChampionError if it is
-        damaged.
+        """Return what `record` wrote last; None if there is nothing. Raises ChampionError if the
+        record is damaged.
         """
         try:
             contents = self.storage.read(name)
         except FileNotFoundError:
             return None
-        try:  # apart from the read, because a store that refuses raises a ValueError too
+        try:  # The read has its own block, because a store that refuses raises a ValueError too.
             return _read_object(contents)
         except (ValueError, TypeError) as error:
             raise ChampionError(f"{self.storage.join(name)} is damaged: {error}") from error
@@ -309,8 +316,8 @@ class ChampionStore:
     def prune(self, keep: int) -> list[str]:
         """Delete old versions and return their names.
 
-        The newest `keep` stay, and so do the version in use and its parent, to which a rollback
-        leads.
+        The newest `keep` versions stay. The version in use and its parent, to which a rollback
+        returns, stay too.
 
         Raises:
             ConfigError: `keep` is less than 1.
@@ -318,7 +325,7 @@ class ChampionStore:
         """
         deleted = []
         for version in self._list_versions()[: -whole_number("keep", keep, minimum=1)]:
-            # again each time: somebody may roll back meanwhile
+            # The pointer is read each time, because somebody may roll back meanwhile.
             pointer = self.parse(self.pointer())
             if version in (pointer.version, pointer.parent):
                 continue
@@ -328,14 +335,15 @@ class ChampionStore:
 
     def _delete(self, version: str) -> None:
         storage = Storage(f"{self.url}/{VERSIONS}/{version}", "champion", self.timeout)
-        for name in sorted(storage.names()):  # the manifest first: without it there is no version
+        # The manifest comes first: a version without a manifest does not exist.
+        for name in sorted(storage.names()):
             storage.delete(name)
         if storage.is_local:
             storage.file_system.rmdir(storage.root)
 
     def _read_newest(self, read: Callable[[bytes], Read]) -> Read:
-        """Return what `read` returns for the version in use. It reads again if another one was put
-        in use meanwhile: the first may have been pruned since then.
+        """Return what `read` returns for the version in use. Read again if another version was put
+        in use meanwhile, because the first may have been pruned.
         """
         while True:
             pointer = self.pointer()
@@ -366,7 +374,7 @@ class ChampionStore:
             raise ChampionError(f"{self.storage.join(_name(version, name))} is missing") from error
 
     def _list_versions(self) -> list[str]:
-        """Return the names of versions, without other files there, such as a file browser's."""
+        """Return the names of the versions, without other files such as a file browser's."""
         names = Storage(f"{self.url}/{VERSIONS}", "champion", self.timeout).names()
         return sorted(filter(VERSION.fullmatch, names))
 
@@ -376,10 +384,9 @@ class ChampionStore:
 
 
 def load_champion(url: str) -> tuple[dict[str, Any], Manifest]:
-    """Return the champion below `url`: its state dict, tensors on the CPU, and its manifest.
+    """Return the champion below `url`: its state dict, with tensors on the CPU, and its manifest.
 
-    The one call that a serving process needs. It checks sizes and checksums, and unpickles tensors
-    only.
+    A serving process needs only this call. It checks checksums, and unpickles tensors only.
 
     Raises:
         ChampionError: there is nothing to serve; `NoChampion` before the first promotion.
@@ -408,7 +415,7 @@ def _manifest(contents: bytes) -> Manifest:
 
 
 def _check_names(*names: object) -> None:
-    """Raise ConfigError for what is no name of a file or directory right below another one."""
+    """Raise ConfigError unless each name is a plain name of a file or directory, without /."""
     for name in names:
         if "/" in check_name(name, "champion"):
             raise ConfigError(f"champion: expected a name without /, got {name!r}")
@@ -422,7 +429,7 @@ def _read_object(contents: bytes) -> dict[str, Any]:
 
 
 def _restore(kind: type[Record], contents: bytes) -> Record:
-    """Return the record of a file, whose figures are NaN where the file has null.
+    """Return the record of a file. A figure that is null in the file becomes NaN.
 
     Raises:
         ValueError, TypeError: the file has no such record, or a value of another type.
@@ -446,7 +453,9 @@ def _restore(kind: type[Record], contents: bytes) -> Record:
 
 
 def _restore_figure(name: str, value: Any) -> float:
-    return math.nan if value is None else plain_number(name, value)
+    if value is None:
+        return math.nan
+    return plain_number(name, value)
 
 
 def _utc_now() -> str:

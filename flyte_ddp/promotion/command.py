@@ -17,42 +17,39 @@ from flyte_ddp.promotion.champion import LAST_CHALLENGE, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
 from flyte_ddp.storage import SHORT_TIMEOUT
 
-MAX_CLOCK_SECONDS = 300  # by which two machines' clocks may differ
+MAX_CLOCK_SECONDS = 300  # largest expected difference between two machines' clocks
 
-# What each does, and its options.
-COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
-    "show": ("print the manifest of the version in use, and how the last challenge ended", ()),
-    "list": ("print all versions, oldest first; * marks the one in use", ()),
-    "rollback": (
-        "put the version before the one in use, or VERSION, in use again, and keep it until "
-        "`release`",
-        (("version", "(default: the one before)", ""),),
-    ),
-    "release": ("let retrainings promote again after a rollback", ()),
-    "status": (
-        "print when the last retraining ended; exit with 1 if that is too long ago or the champion "
-        "is unusable",
-        (("--max-age", "longest time since the end of the last retraining, such as 26h", None),),
-    ),
-    "prune": (
-        "delete all versions but the newest --keep, the one in use and its parent",
-        (("--keep", "newest versions to keep (default 10)", 10),),
-    ),
+COMMANDS = {
+    "show": "print the manifest of the version in use, and how the last challenge ended",
+    "list": "print all versions, oldest first; * marks the one in use",
+    "rollback": "put the version before the one in use, or VERSION, in use again, and keep it "
+    "until `release`",
+    "release": "let retrainings promote again after a rollback",
+    "status": "print when the last retraining ended; exit with 1 if that is too long ago or the "
+    "champion is unusable",
+    "prune": "delete all versions but the newest --keep, the one in use and its parent",
+}
+URL: Option = ("url", "of the champion: any fsspec URL or a directory", None)
+OPTIONS: dict[str, Option] = {
+    "rollback": ("version", "(default: the one before)", ""),
+    "status": ("--max-age", "longest time since the end of the last retraining, such as 26h", None),
+    "prune": ("--keep", "newest versions to keep (default 10)", 10),
 }
 
 
 def main(arguments: Sequence[str]) -> str:
-    """Return what a command has to say. Raises ChampionError if `status` finds that attention is
-    needed, and as `ChampionStore`.
+    """Run a command and return its output. Raises ChampionError if `status` finds that attention is
+    needed, and the errors of `ChampionStore`.
     """
     text = "The champion, which is the model in use, and the versions before it."
     parser = argparse.ArgumentParser("flyte-ddp promotion", description=text)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (text, options) in COMMANDS.items():
+    for name, text in COMMANDS.items():
+        options = [URL]
+        if name in OPTIONS:
+            options.append(OPTIONS[name])
         command = commands.add_parser(name, help=text, description=text)
-        add_options(
-            command, (("url", "of the champion: any fsspec URL or a directory", None), *options)
-        )
+        add_options(command, options)
     given = parser.parse_args(arguments)
     store = ChampionStore(given.url, SHORT_TIMEOUT)
     if given.command == "show":
@@ -69,13 +66,15 @@ def main(arguments: Sequence[str]) -> str:
         deleted = store.prune(given.keep)
         return "\n".join([*deleted, f"{len(deleted)} versions deleted"])
     if given.command == "release":
-        return "retrainings promote again" if store.release() else "no rollback holds a version"
+        if store.release():
+            return "retrainings promote again"
+        return "no rollback holds a version"
     return f"{store.rollback(given.version).version} is in use again, until `release`"
 
 
 def list_versions(store: ChampionStore) -> str:
-    """Return a line for each version. They are listed where `champion.json` is damaged too, because
-    a rollback to one of them mends it.
+    """Return a line for each version, even if `champion.json` is damaged, because a rollback to a
+    version mends it.
 
     Raises:
         NoChampion: none was promoted yet.
@@ -90,21 +89,26 @@ def list_versions(store: ChampionStore) -> str:
         note = str(error)
     lines = []
     for each in versions:
-        mark = "*" if each.version == in_use else " "
+        mark = " "
+        if each.version == in_use:
+            mark = "*"
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
         parent = each.parent or "none"
         lines.append(f"{mark} {each.version}  {each.recipe}  {metrics}  over {parent}  {each.data}")
-    return "\n".join([*lines, *filter(None, [note])])
+    if note:
+        lines.append(note)
+    return "\n".join(lines)
 
 
 def describe_status(store: ChampionStore, max_age: str) -> str:
     """Return the state of the retraining in one line.
 
     Args:
-        max_age: time since the last retraining ended, whatever came of it, such as 26h.
+        max_age: longest time since the end of the last retraining, such as 26h. Its outcome does
+            not matter.
 
     Raises:
-        ChampionError: it needs attention, or the champion cannot be used.
+        ChampionError: the retraining needs attention, or the champion cannot be used.
     """
     max_seconds = parse_duration("--max-age", max_age)
     run = store.read_record(LAST_RUN)
@@ -134,12 +138,14 @@ def describe_status(store: ChampionStore, max_age: str) -> str:
             f"{line}. It will end the same way until data, recipe or config are corrected"
         )
     since = store.parse(store.pointer()).held_since
-    held = f", held by a rollback since {since}" if since else ""
-    return f"{line}; {store.manifest().version} is in use{held}"
+    line += f"; {store.manifest().version} is in use"
+    if since:
+        line += f", held by a rollback since {since}"
+    return line
 
 
 def _read_time(store: ChampionStore, run: dict[str, Any]) -> datetime.datetime:
-    """Return when a retraining ended. Raises ChampionError where its record does not have that."""
+    """Return when a retraining ended. Raises ChampionError if its record lacks the time."""
     try:
         ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
     except (KeyError, ValueError) as error:
@@ -147,4 +153,6 @@ def _read_time(store: ChampionStore, run: dict[str, Any]) -> datetime.datetime:
             f"{store.storage.join(LAST_RUN)} is damaged: ended_at: expected a time such as "
             f"2026-01-02T03:04:05Z, got {run.get('ended_at')!r}"
         ) from error
-    return ended_at if ended_at.tzinfo else ended_at.replace(tzinfo=datetime.timezone.utc)
+    if ended_at.tzinfo:
+        return ended_at
+    return ended_at.replace(tzinfo=datetime.timezone.utc)

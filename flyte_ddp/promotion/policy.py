@@ -1,8 +1,8 @@
 """The rules of promotion: if a challenger is worth training, and if it becomes the champion.
 
-Every case ends in one `Outcome` with its reason in words; that of a refusal says what to do. Knows
-no Flyte: the training of the challenger lies between `plan` and `judge`. Imports no torch at the
-top.
+Every case ends in one `Outcome` with its reason in words. The reason of a refusal includes what to
+do. This module knows no Flyte: the caller trains the challenger between `plan` and `judge`. It
+imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 class Outcome(str, Enum):
     """The result of a retraining. Only the first puts a new champion in use."""
 
-    PROMOTED = "promoted"  # it is better than the champion by the margin, or there was none
+    # The challenger is better than the champion by the margin, or there was no champion.
+    PROMOTED = "promoted"
     NOT_BETTER = "not_better"
-    # nothing to train: the same data, code, config and champion as the last time
+    # Nothing to train: data, code, config and champion are the same as the last time.
     UNCHANGED = "unchanged"
     HELD = "held"  # a rollback keeps its version in use until someone releases it
     # The next retraining ends in the same way until a person corrects something: too little data, a
@@ -56,26 +57,27 @@ class PromotionCriteria(Checked):
 
     # the challenger's first weights
     start_from: str = limited(FROM_CHAMPION, choices=(FROM_CHAMPION, FROM_SCRATCH))
-    # share of the champion's monitored figure by which the challenger's must be better, with 97.5 %
-    # confidence
+    # The challenger's monitored figure must be better by this share of the champion's figure, with
+    # 97.5 % confidence.
     margin: float = limited(0.01, minimum=0)
-    # training samples, and held-out samples, without which nothing is trained
+    # smallest number of training samples, and of held-out samples
     min_samples: int = limited(1, minimum=1)
-    # the same, as a share of the champion's samples
+    # smallest number of samples as a share of the champion's number
     min_share: float = limited(0.5, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
 class Challenge:
-    """A challenger's origin: recipe, config and data, and what else its manifest records."""
+    """A challenger's origin: recipe, config, data, and the other facts of its manifest."""
 
     recipe: str
-    # in `plan` with the initial state of a challenger that does not start from the champion
+    # For `plan`, `initial_model_state` is the start of a challenger that does not start from the
+    # champion.
     config: TrainingConfig
-    directory: Path  # of the prepared data
+    directory: Path  # directory of the prepared data
     kickoff_time: str  # UTC, ISO 8601
     code_version: str
-    execution: str  # the same for all attempts of the task that judges; "" in a local run
+    execution: str  # name shared by all attempts of the task that judges; "" in a local run
     card: bytes = b""  # the run card of the challenger; a promoted version keeps it
 
 
@@ -94,35 +96,35 @@ class PromotionResult:
 
     outcome: Outcome
     reason: str
-    # test_loss and metrics; empty if not measured
+    # test_loss and metrics of the challenger; empty if not measured
     challenger: Mapping[str, float] = field(default_factory=dict)
-    # those of the champion before it, on the same data
+    # test_loss and metrics of the champion before it, on the same data; empty if not measured
     champion: Mapping[str, float] = field(default_factory=dict)
     # 95 % confidence interval of how much better the challenger is; empty without a comparison
     advantage: tuple[float, ...] = ()
 
     @property
     def figures(self) -> dict[str, float]:
-        """All that was measured, by names of its own."""
-        measured = {"challenger": self.challenger, "champion": self.champion}
-        return {
-            f"{who}_{name}": value
-            for who, values in measured.items()
-            for name, value in values.items()
-        } | dict(zip(("advantage_low", "advantage_high"), self.advantage, strict=False))
+        """All measured figures, such as challenger_test_loss and advantage_low, by name."""
+        bounds = ("advantage_low", "advantage_high")
+        challenger = {f"challenger_{name}": value for name, value in self.challenger.items()}
+        champion = {f"champion_{name}": value for name, value in self.champion.items()}
+        return {**challenger, **champion, **dict(zip(bounds, self.advantage, strict=False))}
 
 
 @dataclass(frozen=True)
 class CurrentModel:
     """The current champion; no state and no manifest if there is none yet."""
 
-    pointer: bytes  # that names it
+    pointer: bytes  # contents of `champion.json`
     state: Mapping[str, Any] | None = None
     manifest: Manifest | None = None
 
     @property
     def version(self) -> str:
-        return self.manifest.version if self.manifest else ""
+        if self.manifest is None:
+            return ""
+        return self.manifest.version
 
 
 def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria) -> Plan:
@@ -132,16 +134,21 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
         DataError: the recipe cannot read its data.
         ConfigError: the champion cannot be used.
     """
-    if since := store.in_use().held_since:
+    since = store.in_use().held_since
+    if since:
         return Plan(Outcome.HELD.value, _describe_hold(since))
     current = _load_current(store)
     manifest = current.manifest
     recipe, num_train, num_test = _open(challenge)
-    if problem := _describe_mismatch(challenge, recipe, current):
+    problem = _describe_mismatch(challenge, recipe, current)
+    if problem:
         return Plan(Outcome.REFUSED.value, problem)
+    champion_train, champion_test = 0, 0
+    if manifest:
+        champion_train, champion_test = manifest.num_train_samples, manifest.num_test_samples
     for what, count, of_champion in (
-        ("training", num_train, manifest.num_train_samples if manifest else 0),
-        ("held-out", num_test, manifest.num_test_samples if manifest else 0),
+        ("training", num_train, champion_train),
+        ("held-out", num_test, champion_test),
     ):
         if count < max(criteria.min_samples, criteria.min_share * of_champion):
             reason = (
@@ -168,8 +175,10 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
             "data, recipe, config, code and champion are those of the last challenge, which ended "
             f"at {last['ended_at']}: {last['outcome']}",
         )
-    if manifest is None or criteria.start_from == FROM_SCRATCH:
-        return Plan("", "from fresh weights" if manifest else "there is no champion yet")
+    if manifest is None:
+        return Plan("", "there is no champion yet")
+    if criteria.start_from == FROM_SCRATCH:
+        return Plan("", "from fresh weights")
     return Plan("", f"from the weights of {current.version}", store.state_url(manifest))
 
 
@@ -179,32 +188,30 @@ def judge(
     """Measure challenger and champion on the same held-out data, and promote the challenger if it
     is better.
 
-    Better means by the margin, in the figure that the config monitors, by default the held-out
-    loss. The lower end of the interval of a paired comparison counts, so that chance promotes
-    nothing. If another version is put in use meanwhile, the challenger is compared with that one.
-    If an earlier attempt of the same task has promoted this state already, the result and the
-    record are those of that promotion.
+    Better means better by the margin, in the figure that the config monitors, by default the
+    held-out loss. The lower end of the interval of a paired comparison counts, so that chance
+    promotes nothing. If another version is put in use meanwhile, the challenger is compared with
+    the new version. If an earlier attempt of the same task has promoted this state already, the
+    result and the record describe that promotion.
 
     Args:
-        state: the challenger: the contents of a file with a state dict.
+        state: contents of a file with the challenger's state dict.
 
     Raises:
         ConfigError: as `plan`.
     """
     challenger = from_bytes(state)
     measured = _measure(challenge, challenger)
-    values = measured.values if measured else {}
+    values: Mapping[str, float] = {}
+    if measured:
+        values = measured.values
     while True:
         current = _load_current(store)
         version = current.version
-        sha256 = hashlib.sha256(state).hexdigest()
-        if (
-            (manifest := current.manifest)
-            and manifest.execution == challenge.execution != ""
-            and manifest.sha256 == sha256
-        ):
-            # That attempt may have written no record. Without one, a lost champion would look as if
-            # it never existed.
+        manifest = current.manifest
+        if manifest and _has_promoted(manifest, challenge, state):
+            # The earlier attempt may have written no record. Without a record, a lost champion
+            # would look as if it never existed.
             reason, version = "an earlier attempt of this task promoted it", manifest.parent
             result = PromotionResult(
                 Outcome.PROMOTED, reason, values, manifest.parent_metrics, tuple(manifest.advantage)
@@ -235,6 +242,12 @@ def judge(
         return result
 
 
+def _has_promoted(manifest: Manifest, challenge: Challenge, state: bytes) -> bool:
+    """Return whether an attempt of the challenge's task has promoted this state."""
+    is_same_task = manifest.execution == challenge.execution != ""
+    return is_same_task and manifest.sha256 == hashlib.sha256(state).hexdigest()
+
+
 def _compare(
     challenge: Challenge,
     criteria: PromotionCriteria,
@@ -254,7 +267,8 @@ def _compare(
         )
     if current.state is None:
         return PromotionResult(Outcome.PROMOTED, "there is no champion yet", measured.values)
-    if problem := _describe_mismatch(challenge, recipe, current):
+    problem = _describe_mismatch(challenge, recipe, current)
+    if problem:
         return PromotionResult(Outcome.REFUSED, problem, measured.values)
     champion = _measure(challenge, current.state)
     if champion is None or math.isinf(champion.score):
@@ -277,7 +291,9 @@ def _compare(
         f"{figures}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; a promotion "
         f"needs more than {needed:.6g} (margin {criteria.margin:g})"
     )
-    outcome = Outcome.PROMOTED if low > needed else Outcome.NOT_BETTER
+    outcome = Outcome.NOT_BETTER
+    if low > needed:
+        outcome = Outcome.PROMOTED
     return PromotionResult(outcome, reason, measured.values, champion.values, (low, high))
 
 
@@ -295,7 +311,7 @@ def _load_current(store: ChampionStore) -> CurrentModel:
     except NoChampion:
         return CurrentModel(pointer)
     except ChampionError as error:
-        # such as the first one, which another retraining has promoted since the look
+        # Another retraining may have promoted a version since the pointer was read.
         if store.pointer() != pointer:
             return _load_current(store)
         raise ConfigError(
@@ -307,10 +323,10 @@ def _load_current(store: ChampionStore) -> CurrentModel:
 
 def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentModel) -> str:
     """Describe why the champion cannot be measured with the challenge's recipe; "" if it can, or
-    there is none.
+    there is no champion.
 
-    Such a champion is not replaced: a serving process expects a model of its kind. A person has to
-    decide that.
+    Such a champion is not replaced automatically, because a serving process expects a model of its
+    kind.
     """
     from flyte_ddp.training.initial_state import mismatch
 
@@ -318,9 +334,10 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
         return ""
     if current.manifest.recipe != challenge.recipe:
         problem = f"it is of recipe {current.manifest.recipe!r}"
-    elif not (
-        problem := mismatch(recipe.model().state_dict(), current.state, list_class_names(recipe))
-    ):
+    else:
+        expected = recipe.model().state_dict()
+        problem = mismatch(expected, current.state, list_class_names(recipe))
+    if not problem:
         return ""
     return (
         f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this "
@@ -340,20 +357,23 @@ def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | No
 
 
 def _is_finite(recipe: Recipe, state: Mapping[str, Any]) -> bool:
-    """Return whether a model is finite. A buffer may be infinite, as masks of attention are."""
+    """Return whether a model is finite. A buffer may be infinite, for example an attention mask."""
     import torch
 
     parameters = {name for name, _ in recipe.model().named_parameters()}
-    return all(
-        torch.isfinite(value).all() if name in parameters else not torch.isnan(value).any()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    )
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if torch.isnan(value).any():
+            return False
+        if name in parameters and torch.isinf(value).any():
+            return False
+    return True
 
 
 def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
-    """Return the recipe, which its data have told the classes, and the numbers of training and of
-    held-out samples.
+    """Return the recipe, with the classes of its data, and the numbers of training and of held-out
+    samples.
     """
     from flyte_ddp.training.contract import open_datasets
 
@@ -364,15 +384,15 @@ def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
 
 
 def _own_config(challenge: Challenge) -> dict[str, Any]:
-    """Return the config that decides the result of a training from given weights, as JSON has
-    it.
+    """Return the part of the config that decides the result of a training from given weights, as
+    JSON values.
     """
     given = dataclasses.replace(challenge.config, initial_model_state="", model_artifact="")
     return dict(json.loads(json.dumps(dataclasses.asdict(given))))
 
 
 def _record(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as a manifest has it."""
+    """Return a config in the form of a manifest: shown values, and hashes of hidden values."""
     return {"config": redact_values(config), "hidden": hash_hidden(config)}
 
 
@@ -384,8 +404,8 @@ def _is_in(facts: Mapping[str, Any], config: Mapping[str, Any], record: Mapping[
 
 
 def _origin(challenge: Challenge) -> dict[str, Any]:
-    """Return what decides besides the config the result of a training from given weights, by the
-    manifest's names.
+    """Return the facts that, with the config, decide the result of a training from given weights,
+    by the manifest's names.
     """
     note = describe_data(challenge.directory)
     return {
@@ -397,21 +417,24 @@ def _origin(challenge: Challenge) -> dict[str, Any]:
 
 
 def _identity(challenge: Challenge, criteria: PromotionCriteria, against: str) -> dict[str, Any]:
-    """Return what decides besides the config how a challenge ends. `against` is the version in
-    use; "" for none.
+    """Return the facts that, with the config, decide how a challenge ends. `against` is the version
+    in use; "" for none.
     """
-    is_given = not against or criteria.start_from == FROM_SCRATCH
+    initial_state = ""
+    if not against or criteria.start_from == FROM_SCRATCH:
+        initial_state = identify_state(challenge.config.initial_model_state)
     return {
         **_origin(challenge),
         "against": against,
         "start_from": criteria.start_from,
-        "initial_state": identify_state(challenge.config.initial_model_state) if is_given else "",
+        "initial_state": initial_state,
         "margin": criteria.margin,
     }
 
 
 def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
     recipe, num_train, num_test = _open(challenge)
+    initial_state = redact_url(challenge.config.initial_model_state)
     return Manifest(
         **_origin(challenge),
         **_record(_own_config(challenge)),
@@ -422,7 +445,7 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         data=describe_data(challenge.directory)["description"],
         num_train_samples=num_train,
         num_test_samples=num_test,
-        initial_state=redact_url(challenge.config.initial_model_state),
+        initial_state=initial_state,
         class_names=list_class_names(recipe),
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.observers.formats import format_figure
@@ -12,16 +12,8 @@ from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.promotion.policy import PromotionResult
 from flyte_ddp.storage import redact_url
 
-MAX_VERSIONS = 20  # that are listed
+MAX_VERSIONS = 20  # number of versions that the table lists
 MAX_TEXT = 80  # characters
-ORIGIN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a version's manifest, by its head
-    "trained on": ("num_train_samples", "{:,}".format),
-    "data": ("data", lambda text: shorten(text, MAX_TEXT)),
-    "fingerprint": ("data_fingerprint", lambda text: text[:8]),
-    "code": ("code_version", lambda text: text[:10]),
-    "kickoff, UTC": ("kickoff_time", lambda text: text[:16].replace("T", " ")),
-}
-WRAPPED = ("data", "kickoff_time")  # texts that may take several lines
 
 
 class RetrainingReport(Page):
@@ -30,7 +22,10 @@ class RetrainingReport(Page):
     def __init__(
         self, store: ChampionStore, recipe: str, result: PromotionResult, execution_url: str
     ) -> None:
-        super().__init__(links={"Execution": execution_url} if execution_url else {})
+        links = {}
+        if execution_url:
+            links["Execution"] = execution_url
+        super().__init__(links=links)
         self.store = store
         self.recipe = recipe
         self.result = result
@@ -47,31 +42,34 @@ class RetrainingReport(Page):
         versions = reversed(self.store.versions(MAX_VERSIONS))
         figures += [(each.version, each.metrics, each) for each in versions]
         names = dict.fromkeys(name for _, metrics, _ in figures for name in metrics)
-        rows = [
-            (
-                who == in_use,
-                {
-                    "version": cell(who),
-                    **{
-                        name.replace("_", " "): cell(
-                            metrics.get(name), functools.partial(format_figure, name)
-                        )
-                        for name in names
-                    },
-                    **{
-                        head: cell(
-                            form(getattr(manifest, name)) if manifest else None,
-                            kind="words" if name in WRAPPED else "",
-                        )
-                        for head, (name, form) in ORIGIN.items()
-                    },
-                },
-            )
-            for who, metrics, manifest in figures
-        ]
+        rows = []
+        for who, metrics, manifest in figures:
+            row = {"version": cell(who)}
+            for name in names:
+                form = functools.partial(format_figure, name)
+                row[name.replace("_", " ")] = cell(metrics.get(name), form)
+            rows.append((who == in_use, {**row, **_describe_origin(manifest)}))
         place = redact_url(self.store.url)
         note = f"both on the same held-out data; versions in {place}, as promoted; green: in use"
-        return {
-            "lead": f"{self.result.outcome.value}: {self.result.reason}",
-            "table": Table("Challenger and champion", note, rows) if rows else {},
-        }
+        table: Any = {}
+        if rows:
+            table = Table("Challenger and champion", note, rows)
+        return {"lead": f"{self.result.outcome.value}: {self.result.reason}", "table": table}
+
+
+def _describe_origin(manifest: Manifest | None) -> dict[str, Any]:
+    """Return the cells about a version's training; empty cells for a model without a manifest."""
+    samples = data = fingerprint = code = kickoff = None
+    if manifest:
+        samples = f"{manifest.num_train_samples:,}"
+        data = shorten(manifest.data, MAX_TEXT)
+        fingerprint = manifest.data_fingerprint[:8]
+        code = manifest.code_version[:10]
+        kickoff = manifest.kickoff_time[:16].replace("T", " ")
+    return {
+        "trained on": cell(samples),
+        "data": cell(data, kind="words"),
+        "fingerprint": cell(fingerprint),
+        "code": cell(code),
+        "kickoff, UTC": cell(kickoff, kind="words"),
+    }
