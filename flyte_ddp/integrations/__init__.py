@@ -1,3 +1,3 @@
-"""One line for each of the training loops of others. Each file imports its framework, so that only
-its users do.
+"""The session for other training loops, one line of code for each. Each file imports its framework,
+so that only users of the framework need it.
 """

@@ -4,10 +4,10 @@
 
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
-in place of `accelerator.prepare(model, optimizer, loader)`. The loop over the loader then goes on
-where the newest checkpoint was written: in an epoch that is done it yields nothing. Accelerate
-draws the samples itself. The global batch, and with it the samples of each optimizer step, stay the
-same at any number of ranks.
+in place of `accelerator.prepare(model, optimizer, loader)`. The loop over the loader then continues
+from the newest checkpoint: in an epoch that is done it yields nothing. Accelerate draws the samples
+itself. The global batch, and with it the samples of each optimizer step, stay the same at any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.rank.batches import rank_and_world_size
 
-SAVE_STEPS = 100  # optimizer steps
+SAVE_STEPS = 100  # optimizer steps between two checkpoints
 
 
 def prepare(
@@ -40,19 +40,19 @@ def prepare(
     """Prepare objects as `accelerator.prepare`, and have the session keep, resume and end their
     training.
 
-    Under torchrun it is `accelerator.prepare`. What `accelerator.log` gets is reported to the run.
+    Under torchrun it is `accelerator.prepare`. Values for `accelerator.log` are reported to the
+    run.
 
     Args:
-        objects: of which the first DataLoader is that of the training; its other objects with a
-            state, such as schedulers, are saved too.
+        objects: a model, optimizers, DataLoaders and others. The first DataLoader is the training's
+            loader. Other objects with a state, such as schedulers, are saved too.
         save_steps: optimizer steps between two checkpoints.
         global_batch_size: samples of all ranks' batches together, at any number of ranks; by
-            default what the loader's batch size makes of it at the number of ranks with which the
-            run began.
+            default the loader's batch size times the number of ranks with which the run began.
 
     Raises:
-        ConfigError: no model or no DataLoader; a way to split the model that is not supported; a
-            global batch that the ranks do not share evenly; a second call in a run.
+        ConfigError: there is no model or no DataLoader, the model is split in an unsupported way,
+            the ranks do not share the global batch evenly, or it is the second call in a run.
     """
     if not session.is_in_run():
         return accelerator.prepare(*objects)
@@ -65,10 +65,12 @@ def prepare(
             f"prepare: expected one model and a DataLoader, got {sum(kinds)} models among "
             f"{len(objects)}"
         )
-    # The loader last, because the checkpoint may change its batch size; the order that the user
-    # gave stays.
+    # The loader is prepared last, because the checkpoint may change its batch size. The objects are
+    # returned in the user's order.
     others = accelerator.prepare(*objects[:index], *objects[index + 1 :])
-    prepared = list(others) if len(objects) > 2 else [others]
+    prepared = [others]
+    if len(objects) > 2:
+        prepared = list(others)
     task = _Training(accelerator, prepared, objects[index], save_steps, global_batch_size)
     prepared.insert(index, task)
     log = accelerator.log
@@ -82,21 +84,25 @@ def prepare(
 
 
 def check_split(accelerator: Accelerator) -> None:
-    """Raise ConfigError if the model is split otherwise than by FSDP2."""
+    """Raise ConfigError if the model is split in another way than by FSDP2."""
     kind, layout = accelerator.distributed_type, accelerator.parallelism_config
-    is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
-    splits_more = bool(layout and layout.non_data_parallel_size > 1)
-    if is_fsdp1 or splits_more or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        got = "FSDP1" if is_fsdp1 else layout if splits_more else kind.value
-        raise ConfigError(
-            "accelerator: expected DDP, or FSDP2 by an fsdp_version of 2, of which each rank has "
-            f"its own samples, got {got}"
-        )
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        got: Any = "FSDP1"
+    elif layout and layout.non_data_parallel_size > 1:
+        got = layout
+    elif kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        got = kind.value
+    else:
+        return
+    raise ConfigError(
+        "accelerator: expected DDP, or FSDP2 by an fsdp_version of 2, of which each rank has "
+        f"its own samples, got {got}"
+    )
 
 
 class _Training:
-    """A training's loader, which also keeps its checkpoints: the body of its loop is a step of the
-    training.
+    """A training's loader, which also keeps the training's checkpoints. Each body of the loop over
+    it is a step of the training.
     """
 
     def __init__(
@@ -109,18 +115,18 @@ class _Training:
     ) -> None:
         self.accelerator = accelerator
         self.save_steps = save_steps
-        self.epoch = 0  # of the next pass
+        self.epoch = 0  # number of the next pass
         self._model = accelerator.unwrap_model(
             next(each for each in prepared if isinstance(each, nn.Module))
         )
         optimizers: list[Any] = [each for each in prepared if isinstance(each, Optimizer)]
         self._optimizers = [getattr(each, "optimizer", each) for each in optimizers]
-        self._has_stepped = False  # an optimizer has, since the last batch was given
+        self._has_stepped = False  # An optimizer has taken a step since the last batch.
         for each in optimizers:
-            # not by a hook, which an optimizer has only if it is made by torch's own
+            # The method is wrapped, because only optimizers derived from torch's have hooks.
             each.step = self._noting(each.step)
-        # The batch that the loop's body has: epoch, number, state of the order's generator. It is
-        # the last one of a pass that was left.
+        # The batch in the loop's body: epoch, number, state of the order's generator. After a pass
+        # that was left early it is the last batch of that pass.
         self._given: tuple[int, int, torch.Tensor] | None = None
         self._others = [
             each
@@ -132,11 +138,11 @@ class _Training:
         self._kept, share = loaders.share_batch(
             loader.dataset, self._found, total, loader.batch_size, rank_and_world_size()[1]
         )
-        # of the order of the samples
+        # generator that draws the order of the samples
         self._generator = getattr(loader.sampler, "generator", None) or torch.Generator()
         if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
-            # As Accelerate does for several ranks; one alone would draw the order from the
-            # process's own generator.
+            # Accelerate does the same for several ranks. A single rank would draw the order from
+            # the process's own generator.
             loader.sampler.generator = self._generator
             self._generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         self.loader = accelerator.prepare(loaders.with_batches(loader, share))
@@ -154,12 +160,15 @@ class _Training:
         if found and epoch < found["epoch"]:
             return
         self._found = None
-        first = found["num_batches"] if found else 0
+        first = 0
         if found:
+            first = found["num_batches"]
             self._generator.set_state(torch.tensor(list(found["order"]), dtype=torch.uint8))
         order = self._generator.get_state()
         self.loader.set_epoch(epoch)
-        batches = skip_first_batches(self.loader, first) if first else self.loader
+        batches = self.loader
+        if first:
+            batches = skip_first_batches(self.loader, first)
         batches.set_epoch(epoch)
         for number, batch in enumerate(batches, first + 1):
             if found and number == first + 1:
@@ -178,18 +187,18 @@ class _Training:
         return take_step
 
     def _end_left_pass(self) -> None:
-        """End the last step of a pass that its loop left, which is over. Its last batch may have
-        been taken and not trained on.
+        """End the last step of a pass that was left early. The loop may have taken the last batch
+        without training on it; then there is no step to end.
         """
         given, self._given = self._given, None
         if given is not None and self._has_stepped:
             self._end_step(*given, is_last=True)
 
     def _end_step(self, epoch: int, number: int, order: torch.Tensor, is_last: bool) -> None:
-        """Report a step, save it where that is due, and end the run where it is to stop.
+        """Report a step, save if a checkpoint is due, and end the run if it has to stop.
 
         Args:
-            number: of the epoch's batch.
+            number: number of the batch in the epoch.
             order: state of the generator that draws the order of the epoch.
             is_last: no other batch of the epoch follows.
         """
@@ -206,7 +215,7 @@ class _Training:
         training.end_if_stopped(lambda: self.save(*place))
 
     def save(self, epoch: int, num_batches: int, order: torch.Tensor) -> None:
-        """Save the training as it is after an optimizer step. For all ranks together.
+        """Save the training as it is after an optimizer step. All ranks must call it together.
 
         Args:
             order: state of the generator that draws the order of the epoch.

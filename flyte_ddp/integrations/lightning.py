@@ -23,7 +23,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.rank.batches import Batches, rank_and_world_size
 
-SAVE_STEPS = 100  # optimizer steps
+SAVE_STEPS = 100  # optimizer steps between two checkpoints
 
 
 @dataclass(eq=False, repr=False)
@@ -31,25 +31,24 @@ class SessionCallback(Callback):  # type: ignore[misc]
     """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
     torchrun it is idle.
 
-    A checkpoint is copied at once and written in the background, by each rank what it has of a
-    split model. What other callbacks save besides, such as ModelCheckpoint, is left to them.
+    A checkpoint is copied at once and written in the background. Each rank writes its own part of a
+    split model. Other callbacks, such as ModelCheckpoint, still write their own files.
 
     Args:
         save_steps: optimizer steps between two checkpoints.
         global_batch_size: samples of all ranks' batches together, at any number of ranks; by
-            default what the loader's batch size makes of it at the number of ranks with which the
-            run began.
+            default the loader's batch size times the number of ranks with which the run began.
 
     Raises:
-        ConfigError: as training begins: a strategy that is not supported; a global batch that the
-            ranks do not share evenly.
+        ConfigError: when training begins, if the strategy is not supported, or the ranks do not
+            share the global batch evenly.
     """
 
     save_steps: int = SAVE_STEPS
     global_batch_size: int | None = None
-    # of the checkpoint that the training goes on from
+    # values of the checkpoint from which the training resumes
     _found: dict[str, Any] | None = None
-    # what `share_batch` keeps of data and batch; nothing with `session.batches`
+    # facts of `share_batch` for each checkpoint; empty with `session.batches`
     _kept: dict[str, Any] = field(default_factory=dict)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,20 +87,18 @@ class SessionCallback(Callback):  # type: ignore[misc]
         training.beat()
 
     def save(self, trainer: Trainer) -> None:
-        """Save the training as it is after an optimizer step. For all ranks together."""
+        """Save the training as it is after an optimizer step. All ranks must call it together."""
+        epoch, num_batches = trainer.current_epoch, self._num_batches
         # `limit_train_batches` ends an epoch before the last batch of its loader.
-        is_over = trainer.is_last_batch or self._num_batches >= trainer.num_training_batches
-        values = {
-            **self._kept,
-            "epoch": trainer.current_epoch + is_over,
-            "num_batches": 0 if is_over else self._num_batches,
-        }
+        if trainer.is_last_batch or num_batches >= trainer.num_training_batches:
+            epoch, num_batches = epoch + 1, 0
+        values = {**self._kept, "epoch": epoch, "num_batches": num_batches}
         objects = trainer.lightning_module, trainer.optimizers, _stateful(trainer)
         training.save(*objects, trainer.global_step, values)
 
     def _fit(self, trainer: Trainer, loader: Any) -> Any:
-        """Return the training's loader with batches that keep the global batch what it was when the
-        run began.
+        """Return the training's loader with batches of a size that keeps the global batch of the
+        run's beginning.
         """
         if not trainer.training:
             return loader
@@ -115,27 +112,27 @@ class SessionCallback(Callback):  # type: ignore[misc]
         self._kept, share = loaders.share_batch(
             loader.dataset, self._found, total, size, _num_shares(trainer)
         )
-        self.global_batch_size = self._kept["global_batch_size"]  # of later loaders too
+        # Later loaders keep this global batch.
+        self.global_batch_size = self._kept["global_batch_size"]
         found = self._found or {"num_batches": 0, "epoch": trainer.current_epoch}
-        if hasattr(loader.sampler, "set_epoch"):  # the loop does it too late for loader processes
+        # The loop's own call of `set_epoch` would be too late for loader processes.
+        if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(found["epoch"])
         return loaders.with_batches(loader, share, found["num_batches"])
 
     def _check_batches(self, trainer: Trainer, loader: Batches) -> Batches:
-        """Return `session.batches` of the epoch that begins; it keeps the global batch by
-        itself.
+        """Check and return the `session.batches` of the epoch that begins. They keep the global
+        batch by themselves.
         """
         batches = loader.batches
+        reloads = trainer.reload_dataloaders_every_n_epochs
+        num_shares = batches.share.num_shares
         for name, got, expected in (
-            (
-                "reload_dataloaders_every_n_epochs",
-                trainer.reload_dataloaders_every_n_epochs,
-                1,
-            ),
+            ("reload_dataloaders_every_n_epochs", reloads, 1),
             ("session.batches: epoch", batches.epoch, trainer.current_epoch),
-            # those of strategy.device_mesh["data_parallel"]
-            ("session.batches: ranks of its mesh", batches.share.num_shares, _num_shares(trainer)),
-            # Lightning reads a batch ahead of others
+            # The mesh must be strategy.device_mesh["data_parallel"].
+            ("session.batches: ranks of its mesh", num_shares, _num_shares(trainer)),
+            # Lightning reads one batch ahead if the data have no length.
             ("session.batches: dataset has a length", batches.length is not None, True),
         ):
             if got != expected:
@@ -156,7 +153,7 @@ class _Reports(Logger):  # type: ignore[misc]
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
-    """Return what has a state besides the model and its optimizers."""
+    """Return the objects with a state, except the model and its optimizers."""
     schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
     return [
         *trainer.callbacks,
@@ -168,8 +165,8 @@ def _stateful(trainer: Trainer) -> list[Any]:
 
 
 def _num_shares(trainer: Trainer) -> int:
-    """Return the ranks that share a batch: those that split a layer by tensor parallelism have the
-    same samples.
+    """Return the number of shares of a batch. Ranks that split a layer by tensor parallelism read
+    the same share.
     """
     return int(
         (trainer.distributed_sampler_kwargs or {}).get("num_replicas", rank_and_world_size()[1])

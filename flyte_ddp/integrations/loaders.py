@@ -1,5 +1,5 @@
-"""A framework's own DataLoader, with another batch size, or from the middle of an epoch on. Knows
-no framework.
+"""A framework's own DataLoader, with another batch size, or from the middle of an epoch on. This
+module knows no framework.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ def share_batch(
     size: int,
     num_shares: int,
 ) -> tuple[dict[str, Any], int]:
-    """Return what a checkpoint keeps of the data and the global batch, and the samples of a share.
+    """Return the facts about data and global batch for a checkpoint, and the samples of a share.
 
     Args:
-        dataset: of the training; an iterable may have no length.
-        found: the values of the checkpoint that the training goes on from; None without one.
-        global_batch_size: of a new training, as given; None for `num_shares` of `size` samples.
+        dataset: the training data; an iterable may have no length.
+        found: the values of the checkpoint from which the training resumes; None without a
+            checkpoint.
+        global_batch_size: the user's value for a new training; None for `num_shares` of `size`
+            samples.
 
     Raises:
-        ConfigError: the checkpoint was written with another number of samples; the shares are
+        ConfigError: the checkpoint was written with another number of samples, or the shares are
             uneven.
     """
     found = found or {}
-    got, expected = len(dataset) if hasattr(dataset, "__len__") else None, found.get("num_samples")
+    expected, got = found.get("num_samples"), None
+    if hasattr(dataset, "__len__"):
+        got = len(dataset)
     if expected not in (None, got):
         raise ConfigError(
             f"dataset: number of samples: expected {expected}, with which the checkpoint was "
@@ -59,11 +63,12 @@ def share_batch(
 
 
 def with_batches(loader: DataLoader[Any], batch_size: int, num_skipped: int = 0) -> DataLoader[Any]:
-    """Return the loader with batches of another size, whose next pass begins behind `num_skipped`
-    of them, which are not read.
+    """Return the loader with batches of another size. Its next pass begins after `num_skipped`
+    batches, without reading them.
 
     Raises:
-        ConfigError: it makes its batches itself, or would have to skip those of an iterable.
+        ConfigError: the loader has no batch size, or its data are an iterable and batches have to
+            be skipped.
     """
     if loader.batch_size == batch_size and not num_skipped:
         return loader
@@ -76,12 +81,13 @@ def with_batches(loader: DataLoader[Any], batch_size: int, num_skipped: int = 0)
         )
     if num_skipped:
         return DataLoader(batch_sampler=_Batches(loader, batch_size, num_skipped), **kept)
-    sampler = None if is_iterable else loader.sampler
-    return DataLoader(batch_size=batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
+    if not is_iterable:
+        kept["sampler"] = loader.sampler
+    return DataLoader(batch_size=batch_size, drop_last=loader.drop_last, **kept)
 
 
 class _Batches(BatchSampler):
-    """The batches of a loader, at the first pass without those that are done."""
+    """The batches of a loader. The first pass skips the batches that are done."""
 
     def __init__(self, loader: DataLoader[Any], batch_size: int, num_skipped: int) -> None:
         super().__init__(loader.sampler, batch_size, loader.drop_last)

@@ -1,7 +1,7 @@
-"""The common part of the integrations: a framework's training, saved and loaded by the session, and
-ended when it has to stop.
+"""The common part of the integrations: the session saves and loads a framework's training, and ends
+it when it has to stop.
 
-Knows no framework.
+This module knows no framework.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from flyte_ddp.rank.sharding import (
 
 
 def begin(call: str) -> None:
-    """Note that a framework's loop begins, which the run's checkpoints are of.
+    """Note that a framework's loop begins. The run's checkpoints belong to this loop.
 
     Args:
-        call: that begins it, for the error.
+        call: the call that begins the loop, for the error.
 
     Raises:
-        ConfigError: another one has begun in this run: after a restart each would go on from the
-            other's checkpoint.
+        ConfigError: another loop has begun in this run. After a restart each loop would resume
+            from the other's checkpoint.
     """
     if session.current().saver.trainer and session.checkpoints:
         expected = "expected one call in a run, which has the checkpoints of one training"
@@ -53,13 +53,12 @@ def save(
     step: int,
     values: Mapping[str, Any],
 ) -> None:
-    """Save a training in the session's place: each rank its own part of what is split. For all
-    ranks together.
+    """Save a training in the session's place. Each rank saves its own part of a split model. All
+    ranks must call it together.
 
     Args:
         others: objects that have a state as well, such as schedules.
-        values: what else belongs to the training: plain values, and no tensors where the model is
-            split.
+        values: further plain values of the training, without tensors if the model is split.
     """
     if session.is_in_run():
         state = {
@@ -71,23 +70,23 @@ def save(
 
 
 def load_values() -> dict[str, Any] | None:
-    """Return what the newest checkpoint has but weights and optimizer state; None without one."""
+    """Return the newest checkpoint without weights and optimizer state; None if there is none."""
     return session.current().saver.load_state(lambda keys, tensor: [range(0)] * tensor.dim())
 
 
 def load(
     model: nn.Module, optimizers: Sequence[Optimizer], others: Sequence[Any]
 ) -> dict[str, Any] | None:
-    """Load the newest checkpoint into model, optimizers and others; return the values saved with
-    them; None without one.
+    """Load the newest checkpoint into model, optimizers and others. Return the values saved with
+    them; None without a checkpoint.
 
-    The model may be split where the one that was saved was not, and the other way round: one rank
-    alone splits none.
+    The saved model may have been split even if this one is not, and the other way round: a single
+    rank splits nothing.
 
     Raises:
-        ConfigError: an optimizer or a schedule does not bring back what its `state_dict` has
-            returned. The checkpoint has all of it: once `load_state_dict` is mended, the training
-            goes on.
+        ConfigError: the `load_state_dict` of an optimizer or a schedule does not restore what
+            `state_dict` returned. The checkpoint is complete: once the method is corrected, the
+            training resumes.
     """
     places = {("optimizers", number): each for number, each in enumerate(optimizers)}
     found = session.current().saver.load_state(own_boxes(model, places))
@@ -99,7 +98,7 @@ def load(
     for other, each in zip(others, found["others"], strict=True):
         if each and isinstance(getattr(other, "scheduler", other), LRScheduler):
             _load_exactly("schedule", other, each, other.load_state_dict)
-        elif each:  # such as a callback, which may know better than its state
+        elif each:  # A callback, for example, may choose not to restore its state.
             other.load_state_dict(each)
     return {key: each for key, each in found.items() if key not in ("model", "optimizers")}
 
@@ -107,13 +106,13 @@ def load(
 def _load_exactly(
     role: str, holder: Any, state: dict[str, Any], load_state: Callable[[dict[str, Any]], object]
 ) -> None:
-    """Load the state of an optimizer or a schedule, and check that it is back.
+    """Load the state of an optimizer or a schedule, and check that it is restored.
 
-    At a restart, and not before: a trial would need a second object like this one, which only the
-    framework's own code could make, and a second state of an optimizer on the device.
+    The check comes at a restart and not earlier. An earlier trial would need a second object, which
+    only the framework's own code could make, and a second optimizer state on the device.
 
     Args:
-        role: what the object is, for the error.
+        role: "optimizer" or "schedule", for the error.
     """
     place = f"{role}: {type(holder).__name__}"
     try:
@@ -124,7 +123,8 @@ def _load_exactly(
             f"{in_one_line(error)}"
         ) from error
     found = holder.state_dict()
-    if difference := find_changed_value(found, keep_kernels(state, found)):
+    difference = find_changed_value(found, keep_kernels(state, found))
+    if difference:
         raise ConfigError(
             f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
             f"value of {difference} than the checkpoint has"
@@ -132,7 +132,7 @@ def _load_exactly(
 
 
 def beat() -> None:
-    """Report progress that is no optimizer step."""
+    """Report progress other than an optimizer step."""
     if session.is_in_run():
         session.current().reporter.beat()
 
@@ -147,18 +147,13 @@ def end_if_stopped(save_now: Any) -> None:
 
 
 def select_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of `values` that are numbers, as `session.report` takes them besides step and
-    epoch.
-    """
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if name not in ("step", "epoch")
-        and (
-            isinstance(value, (int, float))
-            or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        )
-    }
+    """Return the numbers among `values` for `session.report`, without step and epoch."""
+    numbers = {}
+    for name, value in values.items():
+        is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+        if name not in ("step", "epoch") and (is_scalar or isinstance(value, (int, float))):
+            numbers[name] = float(value)
+    return numbers
 
 
 def generator_states() -> list[Any]:
@@ -172,8 +167,8 @@ def generator_states() -> list[Any]:
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Set this rank's random generators to those in a checkpoint. A rank that was not there keeps
-    its own.
+    """Set this rank's random generators to their states in a checkpoint. A rank that the checkpoint
+    does not know keeps its own.
     """
     rank, _ = rank_and_world_size()
     if rank >= len(state["generators"]):

@@ -1,14 +1,13 @@
-"""The session for Hugging Face's Trainer, and what derives from it, such as TRL's SFTTrainer.
+"""The session for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer.
 
     from flyte_ddp.integrations.transformers import SessionCallback
 
     trainer = Trainer(...)
     trainer.add_callback(SessionCallback(trainer))
 
-The Trainer draws the samples itself, and skips those that are done as it does for
+The Trainer draws the samples itself. It skips samples that are done as for
 `resume_from_checkpoint`. A limit of steps may end an epoch, and the data may have no length. The
-global batch, and with it the samples of each optimizer step, stay the
-same at any number of ranks.
+global batch, and with it the samples of each optimizer step, stay the same at any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.integrations.accelerate import check_split
 
-SAVE_STEPS = 100  # optimizer steps
-# Of the Trainer's own time and count of work: the run measures these itself.
+SAVE_STEPS = 100  # optimizer steps between two checkpoints
+# The Trainer's figures of time and work are left out, because the run measures these itself.
 BOOKKEEPING = re.compile(
     r"(.*_)?(runtime|\w+_per_second|total_flos|num_input_tokens_seen|model_preparation_time)"
 )
@@ -43,29 +42,29 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
     torchrun it is idle.
 
-    A checkpoint is copied before the next step and written in the background, by each rank what it
-    has of a split model. It takes the place of those that the Trainer itself would write to
-    `output_dir`, but for `load_best_model_at_end`, which needs them.
+    A checkpoint is copied before the next step and written in the background. Each rank writes its
+    own part of a split model. The checkpoint replaces the Trainer's own checkpoints in
+    `output_dir`, except with `load_best_model_at_end`, which needs them.
 
     Args:
         save_steps: optimizer steps between two checkpoints.
-        global_batch_size: samples of an optimizer step, at any number of ranks; by default what the
-            arguments make of it at the number of ranks with which the run began.
+        global_batch_size: samples of an optimizer step, at any number of ranks; by default the
+            arguments' value at the number of ranks with which the run began.
 
     Raises:
-        ConfigError: the way to split the model is not supported; a global batch of which the ranks'
-            parts are not whole batches of `per_device_train_batch_size`.
+        ConfigError: the model is split in an unsupported way, or a rank's share of the global batch
+            is not a multiple of `per_device_train_batch_size`.
     """
 
     trainer: Trainer
     save_steps: int = SAVE_STEPS
     global_batch_size: int | None = None
-    # of the checkpoint that the training goes on from
+    # values of the checkpoint from which the training resumes
     _found: dict[str, Any] | None = None
     _saved_step: int = 0
     _epoch: int = 0
-    _num_steps: int = 0  # optimizer steps of the current epoch that are done
-    _is_in_step: bool = False  # batches have added to the gradients, and no step has used them
+    _num_steps: int = 0  # finished optimizer steps of the current epoch
+    _is_in_step: bool = False  # Some gradients are accumulated, and no step has used them yet.
 
     def __post_init__(self) -> None:
         self._train = self.trainer.train
@@ -74,7 +73,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             self.trainer.train = self.train
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
-        """Train as `Trainer.train`, from the session's newest checkpoint on if there is one."""
+        """Train as `Trainer.train` does, and resume from the session's newest checkpoint."""
         training.begin("trainer.train")
         trainer, args = self.trainer, self.trainer.args
         if session.checkpoints and not args.load_best_model_at_end:
@@ -89,7 +88,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             total = self._kept["global_batch_size"]
             expected = f"expected a divisor of {share}, a rank's samples of {total}"
             raise ConfigError(f"per_device_train_batch_size: {expected}, got {size}")
-        args.gradient_accumulation_steps = share // size  # as many batches as that are
+        args.gradient_accumulation_steps = share // size
         if found is None:
             return self._train(resume_from_checkpoint, **options)
         if "num_steps" not in found:
@@ -98,8 +97,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
                 "of an earlier version: finish the training with that version, or give another "
                 "place"
             )
-        # The one private name: a directory without weights, which `on_train_begin` loads, is
-        # refused otherwise.
+        # This is the only private name that is used. Without it the Trainer refuses the directory,
+        # which has no weights; `on_train_begin` loads the weights.
         trainer._load_from_checkpoint = lambda *arguments: None
         self._epoch, self._num_steps = found["epoch"], found["num_steps"]
         self._saved_step = json.loads(found["trainer"])["global_step"]
@@ -117,8 +116,9 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             training.set_generators(self._found)
             self._found = None
         elif self._is_in_step:
-            return  # data without a length ended in a step, whose gradients no checkpoint has
-        # here also what an evaluation has changed is done
+            # Data without a length ended within a step. A checkpoint would lose its gradients.
+            return
+        # A checkpoint is written here, because changes by an evaluation are finished here, too.
         elif state.global_step - self._saved_step >= self.save_steps:
             self.save()
         training.end_if_stopped(self.save)
@@ -129,13 +129,13 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        if not control.should_training_stop:  # else more steps may follow in this epoch later
+        if not control.should_training_stop:  # After a stop this epoch may get more steps later.
             self._epoch, self._num_steps = self._epoch + 1, 0
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        if self._found is None:  # else it was at its end already
+        if self._found is None:  # Otherwise the checkpoint was at the training's end already.
             self.save(is_stopped=control.should_training_stop)
 
     def on_step_end(
@@ -161,7 +161,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         training.beat()
 
     def save(self, is_stopped: bool = False) -> None:
-        """Save the training as it is before an optimizer step. For all ranks together.
+        """Save the training as it is before an optimizer step. All ranks must call it together.
 
         Args:
             is_stopped: no step of the training is left.
@@ -184,7 +184,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _optimizer(self) -> Any:
-        # not Accelerate's wrapper
+        # The wrapped optimizer of torch, without Accelerate's wrapper.
         return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
 
     @property
@@ -194,11 +194,11 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _resuming(trainer: Trainer, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a directory from which the Trainer goes on in the epoch of a checkpoint.
+    """Yield a directory from which the Trainer resumes in the epoch of a checkpoint.
 
-    The Trainer derives the epoch and the step in it from `global_step`, as if no epoch had ended
-    early. So the state that it reads has the step that leads there. The true step is back when the
-    Trainer makes its schedule.
+    The Trainer computes the epoch and the step in it from `global_step`, as if no epoch had ended
+    early. So the directory contains a `global_step` that leads to the right epoch and step. The
+    true step is restored when the Trainer makes its schedule.
     """
     state = json.loads(found["trainer"])
     open_loader, create_scheduler = trainer.get_train_dataloader, trainer.create_scheduler

@@ -1,4 +1,4 @@
-"""What a task of either Flyte does: it opens places, shows reports, trains, predicts and promotes.
+"""The work of a task of either Flyte: open places, show reports, train, predict and promote.
 
-Plain values and functions, which import neither SDK. `flyte/` and `flyte2/` convert their values.
+The modules take plain values and import neither SDK. `flyte/` and `flyte2/` convert the values.
 """

@@ -1,4 +1,4 @@
-"""The files of a task: where they lie while it runs, and where its outputs are."""
+"""The files of a task: their places on the machine, and the places of the task's outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
 from flyte_ddp.storage import fetch_file, file_below, write_file
 
 HISTORY = "history.jsonl"
-EXPORT = "export"  # the output's name, a directory
+EXPORT = "export"  # name of an output, a directory
 
 
 @dataclass(frozen=True)
 class TaskFiles:
     """The files of one task."""
 
-    directory: Path  # of the task's own files, in the pod
+    directory: Path  # directory in the pod for the task's own files
     outputs: str = ""  # URL of the task's outputs; "" for outputs that stay on this machine
-    output_directory: Path | None = None  # of a local run's outputs; None for `directory`
+    output_directory: Path | None = None  # directory of a local run's outputs; None: `directory`
 
     @property
     def for_outputs(self) -> Path:
@@ -34,23 +34,27 @@ class TaskFiles:
 
     def url(self, name: str) -> str | None:
         """Return the URL that an output will have; None if it stays on this machine."""
-        return f"{self.outputs}/{name}" if self.outputs else None
+        if not self.outputs:
+            return None
+        return f"{self.outputs}/{name}"
 
     def upload(self, name: str) -> str:
-        """Copy a file of the directory to where the outputs are; return its URL."""
+        """Copy a file of the directory to the URL of the outputs; return the file's URL."""
         url = f"{self.outputs}/{name}"
         write_file(url, (self.directory / name).read_bytes(), "outputs")
         return url
 
     def collect_export(self, finished: RunFinished, card: Mapping[str, Any]) -> Path:
-        """Fetch the files that other programs load; return their directory, with the run card."""
+        """Fetch the files that other programs load, and write the run card; return the
+        directory.
+        """
         directory = self.for_outputs / EXPORT
-        # the files of the run before, with the same --output
+        # An earlier run with the same --output may have left its files here.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             card_before = json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))
             for name in card_before["model"]["files"]:
                 file_below(directory, name, CARD_JSON).unlink()
-        directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
+        directory.mkdir(parents=True, exist_ok=True)  # The output exists even without any export.
         with log_failures(EXPORT):
             for name in finished.exported:
                 file = file_below(directory, name, EXPORT)
@@ -62,13 +66,15 @@ class TaskFiles:
         return directory
 
     def keep_history(self, report: Report) -> None:
-        """Put the history where the task's outputs are, and name it in the report: for a task that
-        does not return it.
+        """Upload the history to the task's outputs, and name it in the report, for a task that does
+        not return it.
 
-        Does not raise: the run has ended, and the task's own outputs are what counts.
+        This does not raise: the run has ended, and the task's own outputs matter more.
         """
         file = self.directory / HISTORY
         if file.is_file():
             with log_failures("history"):
-                url = self.upload(HISTORY) if self.outputs else ""
-                report.outputs["history"] = url or str(file)
+                place = str(file)
+                if self.outputs:
+                    place = self.upload(HISTORY)
+                report.outputs["history"] = place

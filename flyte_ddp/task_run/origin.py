@@ -1,5 +1,5 @@
-"""The origin of a model: the code and the image that trained it, and where. Imports no SDK of
-Flyte.
+"""The origin of a model: the code, the image and the execution that trained it. This module imports
+no SDK of Flyte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def code_version(packages: Iterable[str] = ()) -> str:
 
 
 def describe_origin(execution: str) -> dict[str, str]:
-    """Return what the run card of a task contains besides the run's events.
+    """Return the fields of a task's run card that the run's events do not contain.
 
     Args:
         execution: a name that all attempts of the task share; "" in a local run.

@@ -1,4 +1,4 @@
-"""Tell Flyte how a failed task is to be retried, and what to show. Imports none of its SDKs."""
+"""Decide if a failed task is to be retried, and what Flyte shows. This module imports no SDK."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ RECOVERABLE_ERRORS = (
     errors.StorageUnavailable,
     errors.TrainingStopped,
 )
-RECOVERABLE_KINDS = ("signal", "exit", "stall")  # of a rank's failure
+RECOVERABLE_KINDS = ("signal", "exit", "stall")  # kinds of a rank's failure
 
 
 class Retry(enum.Enum):
     """The answer to a failed attempt."""
 
-    USER = enum.auto()  # no: the user has to change something
-    REPEATS = enum.auto()  # no: it would fail in the same way, such as by a bug in a recipe
-    MAY_SUCCEED = enum.auto()
+    USER = enum.auto()  # no retry: the user has to change something
+    REPEATS = enum.auto()  # no retry: it would fail in the same way, for example by a recipe's bug
+    MAY_SUCCEED = enum.auto()  # retry
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a task by an error: a line, and the one traceback that matters."""
+    """The end of a task by an error: a line, and the traceback that matters."""
 
     kind: Retry
     message: str
@@ -44,15 +44,17 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        return f"{self.message}\n{self.details}" if self.details else self.message
+        if not self.details:
+            return self.message
+        return f"{self.message}\n{self.details}"
 
 
 def judge_failure(error: Exception, *recoverable: str) -> Outcome | None:
-    """Return the outcome of the library's errors, and of those of a recipe's `prepare`; None for
-    others.
+    """Return the outcome of an error of the library or of a recipe's `prepare`; None for other
+    errors.
 
     Args:
-        recoverable: names of exceptions of an SDK after which its user wants another attempt.
+        recoverable: names of an SDK's exceptions after which another attempt is wanted.
     """
     if not isinstance(error, (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed)):
         failure = _failure_of_prepare(error)
@@ -70,17 +72,19 @@ def judge_failure(error: Exception, *recoverable: str) -> Outcome | None:
             or issubclass(getattr(errors, error.error_name, Exception), RECOVERABLE_ERRORS)
             or error.error_name in recoverable
         )
-        kind = Retry.MAY_SUCCEED if may_succeed else Retry.REPEATS
+        if not may_succeed:
+            kind = Retry.REPEATS
     text = str(error)
     return Outcome(kind, first_line(text), shorten(text.partition("\n")[2]))
 
 
 def _failure_of_prepare(error: Exception) -> RankFailure | None:
-    """Return the failure of a recipe's own `prepare`, as of a rank; None if `error` is from
-    elsewhere.
+    """Return the failure of a recipe's own `prepare` in the form of a rank's failure; None if
+    `error` is from elsewhere.
     """
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_name != "prepare_data":  # of recipes/prepare.py
+    # The function is in recipes/prepare.py.
+    while frames and frames.tb_frame.f_code.co_name != "prepare_data":
         frames = frames.tb_next
     frames = frames and frames_of_user(frames)
     if not frames:

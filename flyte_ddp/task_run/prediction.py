@@ -27,15 +27,18 @@ def predict(
     batch_size: int,
     part_size: int,
 ) -> tuple[Predictions, str]:
-    """Predict `data`; return what was made, and its URL. Prints both.
+    """Predict `data`; return the predictions and their URL, and print both.
 
     Args:
-        output: URL; "" for a place of the task's own, where an attempt goes on from the last one.
+        output: URL; "" for a place of the task's own, in which each attempt continues the last one.
         num_processes: ranks on this machine, if there is no `cluster`; 0 is one for each GPU.
-        batch_size, part_size: as of `flyte_ddp.predict`.
+        batch_size, part_size: the same as in `flyte_ddp.predict`.
     """
     check_requested_gpus()
     url = output or f"{execution.checkpoints}/predictions"
+    nnodes: int | str = 1
+    if cluster:
+        nnodes = cluster.num_nodes
     with launcher_log(print_line):
         made = predict_data(
             recipe,
@@ -43,7 +46,7 @@ def predict(
             data,
             url,
             config=config,
-            nnodes=cluster.num_nodes if cluster else 1,
+            nnodes=nnodes,
             nproc_per_node=num_processes or "auto",
             cluster=cluster,
             name=execution.attempt_id,

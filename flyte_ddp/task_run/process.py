@@ -1,7 +1,7 @@
-"""What a task changes in its process: the environment's keys, and where log records go.
+"""A task's changes to its process: the keys in the environment, and the handler of log records.
 
 Flyte 2 runs several tasks in one process at the same time. The first task makes the change, and the
-last one takes it back.
+last task takes it back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _hidden: dict[str, str] = {}
 
 @contextlib.contextmanager
 def tracker_keys(hides: bool) -> Iterator[dict[str, str]]:
-    """Give the keys of W&B and MLflow by their variables.
+    """Yield the keys of W&B and MLflow by their variables.
 
     Args:
         hides: keep the keys out of the environment for the length of the block.
@@ -53,10 +53,10 @@ def tracker_keys(hides: bool) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the
-    block.
+    """Pass the launchers' log records, for example about a restart, to `say` alone for the length
+    of the block.
 
-    Where several tasks run in this process, the newest one says the records of all.
+    If several tasks run in this process, the newest task's `say` gets the records of all.
     """
     with _lock:
         _lines.begin(say)
@@ -68,8 +68,8 @@ def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Says each record as a line. In a sweep it begins with the trial, whose thread is named
-    after it.
+    """Prints each record as a line. In a sweep the line begins with the trial, which is the name of
+    the record's thread.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,9 @@ class _Lines(logging.Handler):
         thread = record.threadName or ""
         try:
             line = self.format(record)
-            self._says[-1](f"[{thread}] {line}" if thread.startswith("trial ") else line)
+            if thread.startswith("trial "):
+                line = f"[{thread}] {line}"
+            self._says[-1](line)
         except Exception:
             self.handleError(record)
 

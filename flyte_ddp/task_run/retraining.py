@@ -18,7 +18,7 @@ def open_champions(execution: Execution, recipe: str, champion: str) -> Champion
         champion: URL; "" for the place that all runs of a project and domain share.
 
     Raises:
-        ConfigError: none is given in a local run.
+        ConfigError: `champion` is "" in a local run.
         StorageUnavailable, StorageDenied: the place cannot be used.
     """
     store = ChampionStore(champion or execution.default_champion(recipe))
@@ -27,7 +27,7 @@ def open_champions(execution: Execution, recipe: str, champion: str) -> Champion
 
 
 def format_kickoff(kickoff_time: datetime.datetime | None) -> str:
-    """Return the time of a retraining's data, in UTC by ISO 8601. None is now."""
+    """Return the time of a retraining's data, in UTC by ISO 8601. None means now."""
     begun = kickoff_time or datetime.datetime.now()
     return begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -35,7 +35,7 @@ def format_kickoff(kickoff_time: datetime.datetime | None) -> str:
 def record_outcome(
     store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution
 ) -> RetrainingReport:
-    """Record how a retraining has ended, beside the champion; print it, and return the report."""
+    """Record the end of a retraining beside the champion; print it, and return the report."""
     outcome = result.outcome.value
     store.record(LAST_RUN, outcome, execution.name)
     in_use = store.in_use().version or "none"

@@ -1,7 +1,7 @@
 """The run of a task that trains: its observers, its report, its trackers' keys, and its time limit.
 
-A task opens a run with its report, trains inside it, and makes its outputs of it. Whatever happens
-inside, the report ends as finished, failed or interrupted.
+A task opens a run with its report, trains inside it, and makes its outputs from the run. Whatever
+happens inside, the report ends as finished, failed or interrupted.
 """
 
 from __future__ import annotations
@@ -42,19 +42,23 @@ class TaskRun:
     report: Page
     execution: Execution
     files: TaskFiles
-    storage: Storage  # of the checkpoints
-    name: str  # of this attempt, unique in a namespace
+    storage: Storage  # place of the checkpoints
+    name: str  # name of this attempt, unique in a namespace
     # Keys of W&B and MLflow, by their variables. The ranks' environment has none.
     keys: Mapping[str, str]
-    tracking: tuple[str, ...]  # what records the runs, and where: see `make_tracker`
-    publish: Callable[[str], None] | None = None  # shows the report's HTML in Flyte's console
+    tracking: tuple[str, ...]  # name and place of the tracker, see `make_tracker`
+    publish: Callable[[str], None] | None = None  # function that shows HTML in Flyte's console
     opened_at: float = field(default_factory=time.time)
     bar: ProgressBar = field(default_factory=ProgressBar)
 
     def __post_init__(self) -> None:
         self.publisher = PagePublisher(self.report, self.publish)
-        self.receivers: list[Callable[[str], None]] = [self.bar.write]  # of lines for people
-        self._metrics = MetricsServer(port) if (port := requested_port()) else None
+        # functions that print or store the lines for people
+        self.receivers: list[Callable[[str], None]] = [self.bar.write]
+        self._metrics: MetricsServer | None = None
+        port = requested_port()
+        if port:
+            self._metrics = MetricsServer(port)
         self._time_limit = TimeLimit(0, self.opened_at)
 
     def say(self, line: str) -> None:
@@ -65,8 +69,8 @@ class TaskRun:
             receive(line)
 
     def limit_time(self, max_hours: float) -> None:
-        """End the task as SIGTERM does after `max_hours`; 0: never. Raises ConfigError if earlier
-        attempts took it.
+        """End the task as SIGTERM does after `max_hours`; 0 means never. Raises ConfigError if
+        earlier attempts have used up the time.
         """
         if max_hours:
             hint = f". Its checkpoints are in {redact_url(self.storage.url)}"
@@ -88,18 +92,18 @@ class TaskRun:
         is_kept: bool = True,
         results: str = "",
     ) -> RunState:
-        """Run the one program of this task in `gang`, shown by all observers. Arguments and errors
-        as of `driver.run`.
+        """Run the program of this task in `gang`, with all observers. Other arguments and errors
+        are the same as in `driver.run`.
 
         Args:
-            labels: of the figures for Prometheus.
-            origin: see `run_card`; for the card that MLflow gets.
-            checkpoints: their URL; "" keeps none; by default the task's own.
+            labels: labels of the figures for Prometheus.
+            origin: fields of the card that MLflow gets, see `run_card`.
+            checkpoints: URL of the checkpoints; "" keeps none; by default the task's own.
             is_kept: see `Job`.
             results: directory or URL for the files that ranks submit.
         """
         report = self.report
-        assert isinstance(report, Report)  # the page of one run
+        assert isinstance(report, Report)
         history_file = self.files.directory / HISTORY
         with gang.open_place(program, self.name) as place:
             listeners: list[Listener] = [self.bar, HistoryFile(history_file)]
@@ -108,7 +112,9 @@ class TaskRun:
                 report.tracker = self.tracker(self.run_id(), origin=origin, history=history)
                 listeners.append(report.tracker)
             listeners += [report, self.publisher, *self.figures(**labels)]
-            url = self.storage.url if checkpoints is None else checkpoints
+            url = checkpoints
+            if url is None:
+                url = self.storage.url
             job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
             try:
                 return driver.run(
@@ -121,7 +127,7 @@ class TaskRun:
                     results=results or None,
                 )
             except BaseException:
-                self.files.keep_history(report)  # an attempt that fails has no outputs
+                self.files.keep_history(report)  # A failed attempt has no outputs.
                 raise
 
     def run_id(self) -> str:
@@ -129,7 +135,7 @@ class TaskRun:
         return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
     def tracker(self, run_id: str, **options: Any) -> Recorder:
-        """Return the tracker of a run. The `options` are those of `make_tracker`."""
+        """Return the tracker of a run. The `options` go to `make_tracker`."""
         own = {
             "is_local": self.execution.is_local,
             "notes": self.execution.url,
@@ -149,15 +155,15 @@ class TaskRun:
         return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
 
     def close(self, error: BaseException | None) -> None:
-        """Complete the report. Only the first call, and the first with an error, changes it."""
+        """Complete the report. Only the first call, and the first with an error, change it."""
         self._time_limit.cancel()
         if self._metrics is not None:
             self._metrics.close()
         if not self.report.closed_at or (error is not None and self.report.error is None):
             self.report.close(error)
-        self.publisher.close(error)  # with what the task has added since the run's end
+        self.publisher.close(error)  # The task may have added to the report since the run's end.
         local = self.files.output_directory
-        if error is not None and local:  # else the task saves it with its outputs
+        if error is not None and local:  # Otherwise the task saves the report with its outputs.
             self.report.write(local / "report.html")
 
 
@@ -176,11 +182,11 @@ def open_run(
     """Open the run of the current task.
 
     Args:
-        name: of the attempt, where Flyte gives none.
-        checkpoints: URL that the user gave; "" for the execution's own.
+        name: beginning of the attempt's name if Flyte gives none.
+        checkpoints: the user's URL; "" for the execution's own.
         secrets: keys of trackers that are not in the environment, by their variables.
         hides_keys: keep the keys out of the environment, which the ranks inherit.
-        options: of `TaskRun`.
+        options: further fields of `TaskRun`.
 
     Raises:
         StorageUnavailable, StorageDenied: the place of the checkpoints cannot be used.
@@ -191,13 +197,13 @@ def open_run(
         storage = Storage(checkpoints or execution.checkpoints)
         run = TaskRun(report, execution, files, storage, attempt, {**keys, **secrets}, **options)
         try:
-            storage.check_access()  # the W&B run's id is the first file there
+            storage.check_access()  # The file with the W&B run's id comes first.
             with launcher_log(run.say):
                 yield run
         except BaseException as error:
             reason = run._time_limit.explain(error)
             run.close(reason)
             if reason is not error:
-                raise reason from None  # it has the text of `error`
+                raise reason from None  # The text of `reason` includes the text of `error`.
             raise
         run.close(None)

@@ -1,8 +1,8 @@
-"""The settings of a project: settings.toml, and the environment variables that win over it.
+"""The settings of a project: settings.toml, and the environment variables that override it.
 
-The file lies on sys.path, where pyflyte puts the project's directory while it imports. A file that
-is missing or wrong does not fail the import: `SETTINGS` has the defaults then, and `check_settings`
-refuses the run or the registration. Imports no flytekit.
+The file is found on sys.path, where pyflyte puts the project's directory while it imports. A
+missing or wrong file does not fail the import: `SETTINGS` has the defaults then, and
+`check_settings` refuses the run or the registration. This module imports no flytekit.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Size(Checked):
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, those of the chosen profile included. Raises ConfigError for a value of the
-    wrong type or range.
+    """All settings, including the chosen profile. Raises ConfigError for a value of the wrong type
+    or range.
     """
 
     profile: str = field("production", choices=PROFILES)
@@ -88,7 +88,7 @@ class Settings:
     tracking: str = field("wandb", choices=TRACKERS)
     mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")
     mlflow_experiment: str = field("flyte-ddp")
-    tensorboard_logdir: str = field("")  # "" for a directory beside the checkpoints
+    tensorboard_logdir: str = field("")  # directory or URL; "" for one beside the checkpoints
 
     def __post_init__(self) -> None:
         validate(self)
@@ -110,7 +110,7 @@ class Settings:
 
     @property
     def tracking_place(self) -> tuple[str, ...]:
-        """The tracker of the runs, and its place, as of `make_tracker`."""
+        """The name of the tracker and its place, for `make_tracker`."""
         places = {
             "wandb": (self.wandb_project,),
             "mlflow": (self.mlflow_url, self.mlflow_experiment),
@@ -120,8 +120,8 @@ class Settings:
 
     @property
     def tracking_environment(self) -> dict[str, str]:
-        """The variables of all tasks, also of those that record nothing: each reads the
-        settings.
+        """The tracker's variables for all tasks. Tasks without a run get them too, because each
+        task reads the settings.
         """
         if self.tracking == "wandb":
             return {}
@@ -136,10 +136,13 @@ class Settings:
 
     @property
     def wandb_environment(self) -> dict[str, str]:
-        """W&B's own variables, of the tasks that train."""
+        """W&B's own variables, for the tasks that train."""
         given = {"WANDB_ENTITY": self.wandb_entity, "WANDB_BASE_URL": self.wandb_base_url}
+        mode = "disabled"
+        if self.tracking == "wandb":
+            mode = self.wandb_mode
         return {
-            "WANDB_MODE": self.wandb_mode if self.tracking == "wandb" else "disabled",
+            "WANDB_MODE": mode,
             "WANDB_PROJECT": self.wandb_project,
             **{name: value for name, value in given.items() if value},
         }
@@ -148,18 +151,20 @@ class Settings:
 def load_settings(
     file: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Read `file`, by default the project's, and the variables that win over it.
+    """Read `file`, by default the project's, and the variables that override it.
 
     Raises:
-        ConfigError: the file is missing, or has what is unknown or wrong.
+        ConfigError: the file is missing, or contains an unknown name or a wrong value.
     """
     file = file or _find_file()
     tables = read_settings(file)
     switch = environment.get("SANDBOX", "").lower()
     if switch not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"SANDBOX: expected 0, 1, false or true, got {switch!r}")
-    if switch:
-        tables["profile"] = "sandbox" if switch in ("1", "true") else "production"
+    if switch in ("1", "true"):
+        tables["profile"] = "sandbox"
+    elif switch:
+        tables["profile"] = "production"
     profiles = {name: tables.pop(name, {}) for name in PROFILES}
     for tracker in TRACKERS:
         for name, value in tables.pop(tracker, {}).items():
@@ -178,7 +183,7 @@ def load_settings(
         given["image"] = image
     made = _make({**tables, **profiles.get(chosen, {}), **given}, file.name)
     for name, profile in profiles.items():
-        if name != chosen:  # a mistake shows now, and not when somebody chooses it
+        if name != chosen:  # A mistake is reported now, and not when somebody chooses the profile.
             _make({**tables, "profile": name, **profile, **given}, f"{file.name}: {name}")
     return made
 
@@ -194,10 +199,11 @@ def _find_file() -> Path:
 
 
 def image_of_command() -> str:
-    """Return the image that `--image` of a command of pyflyte names; "" without.
+    """Return the image that `--image` of a pyflyte command names; "" if the command has no
+    `--image`.
 
-    flytekit takes it only for tasks that name no image, and so a task would run in the image of
-    whatever environment registered it.
+    flytekit applies it only to tasks that name no image. So the settings read it too. Otherwise a
+    task would run in the image that the registering environment names.
     """
     context = click.get_current_context(silent=True)
     while context is not None:
@@ -206,7 +212,9 @@ def image_of_command() -> str:
         if config is not None and source is click.core.ParameterSource.COMMANDLINE:
             default = type(config).auto_default_image().default_image
             named = config.default_image
-            return str(named.full) if named and named != default else ""
+            if named and named != default:
+                return str(named.full)
+            return ""
         context = context.parent
     return ""
 
@@ -220,15 +228,15 @@ def _make(values: Mapping[str, Any], name: str) -> Settings:
 
 
 def _read_variable(variable: str, text: str, name: str) -> Any:
-    """Return the value of an environment variable as that of field `name`: a list has commas, an
-    object is JSON.
+    """Return the value of an environment variable, converted to the type of field `name`. Commas
+    separate the items of a list, and an object is JSON.
     """
     kind: Any = typing.get_type_hints(Settings)[name]
     value: object = text
     if typing.get_origin(kind) is tuple:
         value = [item.strip() for item in text.split(",") if item.strip()]
     elif kind is not str:
-        with contextlib.suppress(ValueError):  # what is no JSON has the wrong type
+        with contextlib.suppress(ValueError):  # `check` refuses text that is not JSON.
             value = json.loads(text)
     return check(variable, value, kind, Settings.__dataclass_fields__[name].metadata[LIMITS])
 
@@ -241,13 +249,13 @@ VARIABLES = {**{name.upper(): name for name in _NAMES}, "RETRAIN_SCHEDULE": "sch
 VARIABLES |= {"MLFLOW_TRACKING_URI": "mlflow_url", "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment"}
 VARIABLES |= {"TENSORBOARD_LOGDIR": "tensorboard_logdir"}
 
-# What fails the run, or the registration, and not the import.
+# Errors that do not fail the import. They fail the run or the registration.
 _problems: list[SettingsError] = []
 
 
 @contextlib.contextmanager
 def delaying_errors() -> Iterator[None]:
-    """Leave a ConfigError, or an input's, of the block to `check_settings`."""
+    """Keep a ConfigError or ValueError of the block for `check_settings`."""
     try:
         yield
     except ValueError as error:

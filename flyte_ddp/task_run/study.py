@@ -35,14 +35,14 @@ def train_trials(
     cluster: ClusterConfig,
     search: Search | None = None,
 ) -> None:
-    """Train the trials, each on nodes of `cluster`. Those of a scaling study are timed, one after
+    """Train the trials, each on nodes of `cluster`. Trials of a scaling study are timed, one after
     another.
 
     A retry of the task skips the trials that are done and continues the others from their
     checkpoints.
 
     Args:
-        report: gets the trials.
+        report: the report to which the trials are added.
         data: the directory of the prepared data.
     """
     from flyte_ddp.cluster import connect
@@ -50,7 +50,7 @@ def train_trials(
 
     observer = _Observer(run, report)
     with connect.open_cluster(cluster, run.name) as client:
-        TrialRunner(
+        runner = TrialRunner(
             run.storage.url,
             data,
             client,
@@ -63,7 +63,8 @@ def train_trials(
             runs=report.runs,
             one_at_a_time=report.is_scaling,
             search=search or Search(),
-        ).train(trials)
+        )
+        runner.train(trials)
 
 
 @dataclass(eq=False)
@@ -78,33 +79,37 @@ class _Observer:
         self.lines = TrialLines(self.run.say, self.report.runs)
 
     def observe(self, trial: TrialRun, event: Event | None) -> None:
-        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
+        """Handle an event of a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
         self.lines.observe(trial, event)
         if event is not None and (self.report.is_scaling or isinstance(event, EpochFinished)):
             self.run.publisher.handle(event)
 
     def make_listeners(self, trial: TrialRun) -> list[Listener]:
-        """Return the listeners of one trial: the tracker, Prometheus' if a port was asked for, the
-        bar for one at a time.
+        """Return the listeners of one trial: the tracker, the listener for Prometheus if a port was
+        asked for, and the progress bar of a scaling study.
         """
-        listeners: list[Listener] = [self.run.bar] if self.report.is_scaling else []
+        listeners: list[Listener] = []
+        if self.report.is_scaling:
+            listeners.append(self.run.bar)
         listeners += self.run.figures(recipe=self.report.recipe, trial=str(trial.trial.number))
         if self.run.tracking:
+            origin = describe_origin(self.run.execution.name)
+            say = functools.partial(self.lines.tell, trial)
             tracker = self.run.tracker(
                 f"{self.group}-{trial.key}",
-                origin=describe_origin(self.run.execution.name),
+                origin=origin,
                 history=f"{trial.url}/{OUTCOME}",
                 name=str(trial.trial),
                 group=self.group,
                 config={"sweep": trial.trial.shown},
-                say=functools.partial(self.lines.tell, trial),
+                say=say,
             )
             listeners.append(tracker)
         return listeners
 
 
 def best_of(run: TaskRun, report: StudyReport) -> tuple[TrialRun, Trained]:
-    """Return the best trial of a sweep and its training; print which it is."""
+    """Return the best trial of a sweep and its training, and print its name."""
     best = choose_best(report.runs)
     assert best.state.finished is not None
     run.say(f"the best is {best.trial}: {describe_kept(best)}")
@@ -116,18 +121,21 @@ def say_scaling(run: TaskRun, report: StudyReport) -> None:
     """Print the results of a scaling study."""
     study = report.study
     for values, rows in study.series.items():
-        choices = [study.describe(values)] if values else []
         for world_size, repeats in by_world_size(rows).items():
-            name = ", ".join([format_count(world_size, "rank"), *choices])
+            name = format_count(world_size, "rank")
+            if values:
+                name += f", {study.describe(values)}"
+            speed = estimate([row.samples_per_second for row in repeats])
+            speed_up = estimate([row.speed_up for row in repeats])
+            efficiency = estimate([100 * row.efficiency for row in repeats])
             run.say(
-                f"{name}: {estimate([row.samples_per_second for row in repeats]):,.0f} samples/s, "
-                f"speed-up {estimate([row.speed_up for row in repeats]):.2f}, "
-                f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
+                f"{name}: {speed:,.0f} samples/s, speed-up {speed_up:.2f}, "
+                f"efficiency {efficiency:.0f} %"
             )
 
 
 def save_history(run: TaskRun, report: StudyReport) -> None:
-    """Write every event of every trial to `HISTORY`, one trial after the other."""
+    """Write every event of every trial to `HISTORY`, one trial after another."""
     with open(run.files.directory / HISTORY, "wb") as history:
         with log_failures("history"):
             history.writelines(trial.history() for trial in report.runs)

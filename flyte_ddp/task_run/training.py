@@ -36,10 +36,11 @@ def train(
     num_processes: int = 0,
     parent_champion: str = "",
 ) -> Trained:
-    """Train `recipe` on the nodes of a cluster that is started for it, or on this task's machine.
+    """Train `recipe` on the nodes of a new cluster, or on this task's machine.
 
     Args:
-        data: returns the directory of the prepared data; called while the ranks start.
+        data: function that returns the directory of the prepared data. It is called while the ranks
+            start.
         num_processes: ranks on this machine; 0 is one for each GPU.
         parent_champion: the version that this model is to replace, for its card.
     """
@@ -58,7 +59,7 @@ def train(
         earlier_failure=failure,
         origin=origin,
     )
-    assert state.finished is not None  # else it has raised
+    assert state.finished is not None  # A run that does not finish raises.
     return Trained(state, state.finished, run_card(state, **origin))
 
 
@@ -66,19 +67,19 @@ def say_figures(run: TaskRun, state: RunState) -> None:
     """Print the figure by which the best epoch is chosen, after each epoch."""
     metrics = list_metrics(state.epochs)
     shown = state.monitor.metric
-    if shown == "test_loss":  # a metric says more
+    if shown == "test_loss":  # People read a metric more easily.
         shown = next((name for name in metrics if name != shown), shown)
     values = "  ".join(format_figure(shown, value) for value in metrics[shown])
     run.say(f"{shown.replace('_', ' ')} per epoch  {values}")
 
 
 def pod_failure(pod: str) -> RankFailure | None:
-    """Return the failure of the attempt before this one, if its pod was killed for its memory.
+    """Return the failure of the previous attempt, if its pod was killed for its memory.
 
-    Kubernetes kills all of a container (cgroup v2), so only the next attempt can see it.
+    Kubernetes kills a whole container (cgroup v2), so only the next attempt can detect it.
 
     Args:
-        pod: its name; "" where there was none.
+        pod: name of the previous attempt's pod; "" if there was none.
     """
     from flyte_ddp.cluster.kubernetes.api import pod_end
 
