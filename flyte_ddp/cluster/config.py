@@ -16,7 +16,7 @@ from flyte_ddp.errors import ConfigError
 # variable in a worker's or a task's pod: seconds from SIGTERM until the pod is killed
 GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"
 DEFAULT_GRACE = 30.0  # seconds; the default of Kubernetes
-MAX_GRACE = 86_400.0  # seconds; a drain waits so long
+MAX_GRACE = 86_400.0  # seconds; a drain waits for this time
 MAX_IDLE_TIMEOUT = 604_800.0  # seconds for which the pods of a lost driver cost money
 GRACE_IN_TEMPLATE = "terminationGracePeriodSeconds"
 # variable that Dask's own tools set, and Flyte's Dask plugin in a task
@@ -286,8 +286,8 @@ class ClusterConfig:
 
     @property
     def resolved_address(self) -> str:
-        """Return the address of an existing scheduler, from here or the environment; "" without
-        one.
+        """Return an existing scheduler's address, from here or the environment; "" if there is
+        none.
         """
         return self.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
 

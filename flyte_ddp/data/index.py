@@ -133,7 +133,8 @@ def prepare_index(
     counts: Mapping[str, int] | None = None,
     columns: Sequence[str] | None = None,
 ) -> str:
-    """Make the index if there is none, or add new shards to our own. Return a description.
+    """Make the index if it is missing, or add new shards to this package's own index. Return a
+    description.
 
     Args:
         url: the place of the index; "" for beside the shards.
@@ -293,7 +294,7 @@ def _list_files(source: Source, read: Read | None) -> dict[str, tuple[int, str]]
     """
     files = {}
     for name, info in sorted(source.find().items()):
-        # An unfinished index begins with its name.
+        # An unfinished index has a longer name than the index.
         is_hidden = name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))
         if find_format(name, read) and not is_hidden:
             size = -1

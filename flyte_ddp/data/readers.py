@@ -48,7 +48,7 @@ KEY = "__key__"  # the field of a tar's sample with its members' common name
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".br": "brotli"}
 # Fields of a header in a tar file: name, size, checksum, kind, format, and the name's prefix.
 _HEADER = struct.Struct("100s24x12s12x8sc100x8s80x155s12x")
-# Values in an extended header that replace values of the next header. Others are only times.
+# Values in an extended header that replace values of the next header. Other values are only times.
 _VALUES = re.compile(rb"path=|size=|GNU\.|hdrcharset=")
 _NONZERO = re.compile(rb"[^\0]")
 # A member's name and its extension, separated as WebDataset separates them.
@@ -322,8 +322,9 @@ def _as_file(contents: bytes | mmap.mmap) -> io.BytesIO | mmap.mmap:
 
 @contextlib.contextmanager
 def _naming_cut(contents: bytes | mmap.mmap, first: int) -> Iterator[None]:
-    """Turn an error of `tarfile` in the block into a DataError if the tar file is cut short, which
-    is so if a header is at byte `first`.
+    """Turn an error of `tarfile` in the block into a DataError if the tar file is cut short.
+
+    The file is cut short if a header is at byte `first`. Otherwise it is no tar file.
     """
     try:
         yield
@@ -552,7 +553,7 @@ class ParquetShard(Shard):
         for name, scalar in contents.items():
             try:
                 fields[name] = _value(scalar)
-            except Exception as error:  # for example, text is not in UTF-8
+            except Exception as error:  # text that is not in UTF-8, for example
                 raise DataError(f"column {name!r}: {in_one_line(error)}") from error
         return fields
 
@@ -598,7 +599,7 @@ def _open_arrow(path: str) -> Any:
         close_removed()
         with pyarrow.memory_map(path) as file:
             table = pyarrow.ipc.open_file(file).read_all()
-    _tables[path] = inode, table  # moves the table to the end
+    _tables[path] = inode, table  # the table is now the last one
     while len(_tables) > MAX_MAPPED:
         _tables.popitem(last=False)
     return table
@@ -645,10 +646,10 @@ class PickledShard(ByteShard):
 class Format:
     """How to open the files of a kind."""
 
-    shard: Callable[..., Shard]  # takes `Shard`'s arguments
-    unpack: Callable[[str, str], None] | None = None  # unpacks a whole file to another path
+    shard: Callable[..., Shard]  # function with `Shard`'s arguments
+    unpack: Callable[[str, str], None] | None = None  # unpacker of a whole file
     has_whole: bool = True  # False if only parts can be read
-    # copies the head of an open file to a path; None if the offsets beside the index are the head
+    # function that copies an open file's head to a path; None if the head is the file of offsets
     copy_head: Callable[[Any, str], None] | None = None
     partition: Mapping[str, Any] = field(default_factory=dict)  # see `Shard`
 

@@ -60,7 +60,7 @@ def memory_cgroups(root: Path = Path("/")) -> set[Path]:
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-    except OSError:  # not Linux
+    except OSError:  # this system is not Linux
         return set()
     own = [line.removeprefix("0::") for line in groups if line.startswith("0::")]
     found = set()

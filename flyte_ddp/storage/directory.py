@@ -45,8 +45,9 @@ _reached: set[str] = set()  # stores that have answered this process
 
 
 class Storage:
-    """The files directly below `url`, such as a run's checkpoints. Names are relative to it;
-    contents are bytes.
+    """The files directly below `url`, such as a run's checkpoints.
+
+    Names are relative to `url`, and contents are bytes.
 
     Every operation waits with back-off while the store cannot be reached. One line is logged when a
     store goes away, and another when it is back.
@@ -293,8 +294,8 @@ class Storage:
         return heads
 
     def retry(self, action: Callable[[], T], takes_space: bool = False) -> T:
-        """Return the result of `action`, which uses `file_system`; try it again while the store
-        cannot be reached.
+        """Return the result of `action`, which uses `file_system`. Repeat it while the store cannot
+        be reached.
 
         The error of a conditional request (HTTP 409, 412 and 501) is raised as it is.
 

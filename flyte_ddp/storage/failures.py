@@ -52,7 +52,7 @@ _CONDITIONS = {"ConditionalRequestConflict", "NotImplemented", "PreconditionFail
 MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses a request with a date 15 minutes off
 # Refusals that pass when a machine's clock is set right.
 _PASSING_REFUSALS = {"RequestTimeTooSkewed", "RequestExpired"}
-# Mistakes in a program or in a machine: to wait for another result would hide them.
+# Mistakes in a program or in a machine. Another try would only hide them.
 _NOT_OF_THE_STORE = (
     *(TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError),
     CheckpointError,  # contents that cannot be written

@@ -72,8 +72,8 @@ def open_filesystem(
 
 
 def check_url(url: str, field: str) -> None:
-    """Raise ConfigError for a URL without a host, bucket or path. An empty variable in a URL causes
-    this.
+    """Raise ConfigError for a URL without a host, bucket or path, for example because a variable
+    was empty.
     """
     scheme, _, rest = url.rpartition("::")[2].partition(":")
     is_remote = scheme in fsspec.available_protocols() and scheme not in ("file", "local", "memory")

@@ -35,8 +35,8 @@ class UncachedFile(io.FileIO):
     """A new file that is written from beginning to end in a `with` block. At the end of the block
     all bytes are on the disk.
 
-    An incomplete last block is written through the cache. So is the whole file if the file system
-    has no direct writes (tmpfs, some network disks). Only one thread may use the file. Raises the
+    An incomplete last block is written through the cache. If the file system has no direct writes
+    (tmpfs, some network disks), the whole file is. Only one thread may use the file. Raises the
     file's OSError.
     """
 

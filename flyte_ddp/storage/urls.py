@@ -59,7 +59,7 @@ _RULES = [  # the first group of a match stays in the text
     ),
     re.compile(
         r"(\blogin\s+\S+\s+password\s+|\bwandb login\s+(?:--\S+\s+)*)(?!-|\.\.\.)\S{8,}", re.I
-    ),  # also matches .netrc
+    ),  # the rule matches .netrc too
     re.compile(rf"({_SECRET}[\"']?\s*(?:=|(?<=[\"'])\s*[:,])\s*b?)(?:{_QUOTED})", re.I),
     re.compile(rf"({_SECRET}\s*=\s*){_VALUE}", re.I),
     re.compile(rf"((?:{_SECRET}|{_AMBIGUOUS})[\"']?\s*[:=]\s*b?[\"']?)(?:{_LONG})", re.I),

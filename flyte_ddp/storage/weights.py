@@ -212,7 +212,7 @@ def load_torchvision_state(name: str) -> Any:
         ) from None
     try:
         return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: another checksum
+    except (OSError, RuntimeError) as error:  # RuntimeError: the checksum is wrong
         raise ConfigError(
             f"initial_model_state: {name!r} cannot be downloaded from {weights.url}: {error}; give "
             "the path or URL of a copy"

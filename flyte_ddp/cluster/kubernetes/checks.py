@@ -37,8 +37,8 @@ from flyte_ddp.cluster.kubernetes.resources import (
 )
 from flyte_ddp.errors import ConfigError
 
-# All requests of this folder, as (verb, API group, resource, subresource). deploy/rbac.yaml grants
-# them.
+# All requests of this folder, as (verb, API group, resource, subresource). The file
+# deploy/rbac.yaml grants them.
 NEEDED_EVERYWHERE = [
     ("create", GROUP, PLURAL, ""),
     ("get", GROUP, PLURAL, ""),
@@ -79,7 +79,7 @@ class Finding:
     """The result of a check, with the remedy of a problem."""
 
     text: str
-    level: str = BAD  # or GOOD, WARNING, UNKNOWN
+    level: str = BAD  # BAD, GOOD, WARNING or UNKNOWN
     # STARTING if the operator may be there in a minute; NODES if other nodes may be there at
     # Flyte's next attempt
     passes: str = ""

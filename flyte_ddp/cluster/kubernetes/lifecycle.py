@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 # annotation that distinguishes this process's cluster from another cluster with the same name
 TOKEN_ANNOTATION = "flyte-ddp/token"
-ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # counts from 0
+ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # number of the attempt, from 0
 # port of a scheduler's pod that its policy does not open to the driver
 CLOSED_PORT = DASHBOARD_PORT + 2
 

@@ -168,7 +168,7 @@ def network_policy(
 
 def certificate_secret(name: str, uid: str, certificate: str, key: str) -> Object:
     """Return the Secret with the run's certificate (PEM). Kubernetes deletes it with the
-    DaskCluster of that `uid`.
+    DaskCluster that has this `uid`.
     """
     return {
         "apiVersion": "v1",

@@ -44,11 +44,11 @@ def limit_requests(file_system: Any) -> None:
     call = getattr(file_system, "_call_s3", None)
     if call is None:
         return
-    file_system.retries = 1  # s3fs repeats requests, besides its client
+    file_system.retries = 1  # s3fs repeats requests, and so does its client
 
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
         limit = timeouts.READ_TIMEOUT
-        if method == "complete_multipart_upload":  # takes longer for larger files
+        if method == "complete_multipart_upload":  # this call takes longer for larger files
             limit = timeouts.SERVER_WORK_TIMEOUT
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
