@@ -32,7 +32,7 @@ from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import FINISHED, TrialRun
 from flyte_ddp.studies.search import Trial
-from flyte_ddp.task_run import run
+from flyte_ddp.task_run import files
 from tasks.train import train_on_one_node
 from tests.support.short_run import epoch_finished, loaded, run_finished, started, whole_run
 from tests.support.task_context import executing
@@ -200,8 +200,8 @@ FAULTS = {
     "a table cannot be made": (Report, "content"),
     "figures cannot be formatted": (run_rows, "duration"),
     "the disk is full": (Path, "write_text"),
-    "the card cannot be made": (run, "card_files"),
-    "the export is gone": (run, "fetch_file"),
+    "the card cannot be made": (files, "card_files"),
+    "the export is gone": (files, "fetch_file"),
     "nothing can be copied": (shutil, "copy"),
 }
 
