@@ -20,7 +20,7 @@ MISSING_GPUS_HINT = (
 )
 
 
-# in the environment of a task that was registered with GPUs
+# environment variable of a task that was registered with GPUs: their number
 REQUESTED_VARIABLE = "FLYTE_DDP_REQUESTED_GPUS"
 
 
@@ -31,7 +31,8 @@ def check_requested_gpus() -> None:
     from flyte_ddp.errors import ConfigError
 
     requested = int(os.environ.get(REQUESTED_VARIABLE) or 0)
-    if (found := num_gpus()) < requested:
+    found = num_gpus()
+    if found < requested:
         raise ConfigError(
             f"GPUs: expected {requested}, as this task requested, got {found} that it can use. "
             f"{MISSING_GPUS_HINT}"
@@ -59,7 +60,7 @@ def default_num_processes() -> int:
 
 def visible_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process may use, named as CUDA_VISIBLE_DEVICES names them."""
-    # the latter is WSL2's
+    # /dev/dxg is the device of WSL2.
     if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):
         return ()
     try:
@@ -71,7 +72,7 @@ def visible_gpus() -> tuple[str, ...]:
     if given is None:
         return tuple(map(str, range(count)))
     chosen = [name.strip() for name in given.split(",")]
-    # As CUDA reads it: names of GPUs and MIG slices, or numbers, up to the first that is neither.
+    # CUDA reads names of GPUs and MIG slices, and numbers, and stops at the first other text.
     return tuple(
         itertools.takewhile(
             lambda name: (
@@ -91,9 +92,9 @@ class _Memory(ctypes.Structure):
 
 
 def measure_gpus(count: int) -> tuple[float | None, float | None]:
-    """Return the mean share of time in which the first `count` GPUs of this process are busy, and
-    the share of memory in use of the fullest; None for both where the driver does not tell, as of
-    a MIG slice.
+    """Return two measurements of the first `count` GPUs of this process: the mean share of time in
+    which they are busy, and the share of memory in use on the fullest GPU. Both are None where the
+    driver has no figures, as for a MIG slice.
     """
     found: list[tuple[float, float]] = []
     with contextlib.suppress(OSError, AttributeError), _open_nvml() as nvml:
@@ -133,5 +134,5 @@ def _count_gpus() -> int:
     with contextlib.suppress(OSError), _open_nvml() as nvml:
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
         return count.value
-    # device plugins may not mount the library
+    # Some device plugins do not mount the library.
     return len(glob.glob("/dev/nvidia[0-9]*")) or int(os.path.exists("/dev/dxg"))

@@ -1,7 +1,7 @@
 """An agent's link to the driver in one attempt: obeys commands, sends messages.
 
-The same in the driver's own process (nodes/local.py) and in one that a Dask worker has started
-(main.py). They differ in what carries the messages.
+An agent in the driver's own process (nodes/local.py) has the same link as an agent that a Dask
+worker has started (main.py). They differ in the transport of the messages.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Link:
     put: Callable[[Any], None]
     stop: StopRequest = field(default_factory=StopRequest)
     beat: Beat = field(default_factory=Beat)
-    question: Inspect | None = None  # to answer
+    question: Inspect | None = None  # question without an answer yet
     is_over: threading.Event = field(default_factory=threading.Event)
-    _previous: Any = None  # command
+    _previous: Any = None  # the latest command
     _lines: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # of which the first can be read when a command has come
+        # `alarm` can be read when a command has come.
         self.alarm, self._bell = Pipe(duplex=False)
 
     def obey(self, command: Any) -> None:
-        """Do what a command says, which may be repeated. After the end of the attempt, do
+        """Obey a command. A repeated command, or a command after the end of the attempt, changes
         nothing.
         """
         if command == self._previous:
@@ -69,7 +69,7 @@ class Link:
         self.send(Emitted(event))
 
     def note_beat(self, beat: Beat) -> None:
-        """Take note of what the ranks are at. What the driver must know at once is sent at once."""
+        """Note the state of the ranks. Send it at once if the driver must know it at once."""
         is_new = beat.news != self.beat.news
         self.beat = beat
         self.send_lines()

@@ -1,10 +1,10 @@
 """The agent of a machine as a process, which a Dask worker starts.
 
 It runs one attempt after another, so that the ranks of a restart find the server from which they
-are forked. Its jobs and the driver's commands come through a connection to the worker, and its
-messages leave through it. What lies between the worker and the driver it does not know. When the
-commands cease, because the driver, the scheduler, the network or the worker is gone, it kills its
-ranks: nothing trains unsupervised.
+are forked. Its jobs, the driver's commands and its own messages pass through a connection to the
+worker. The agent does not know the path from the worker to the driver. The commands cease when the
+driver, the scheduler, the network or the worker is gone. The agent then kills its ranks: nothing
+trains unsupervised.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file, permit
 
-# seconds without an attempt, as after the driver's death, after which this ends, as a cluster
+# seconds without an attempt until this process ends, for example after the driver's death
 IDLE_TIMEOUT = KubernetesConfig.idle_timeout
 
 
@@ -52,9 +52,9 @@ class DriverLink(Link):
     """One attempt's link to a driver on another machine, with heartbeats.
 
     Args:
-        connection: takes the messages, pickled, and nothing in place of one after the last.
+        connection: takes the pickled messages, and an empty message after the last one.
         driver_timeout: seconds without a command after which the driver counts as gone.
-        prints_lines: print what ranks have printed as well, into the worker's log.
+        prints_lines: print the ranks' lines into the worker's log as well.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class DriverLink(Link):
         super().obey(command)
 
     def kill_ranks(self, reason: str) -> None:
-        """Request that the ranks are killed, wait for the end of the attempt, and exit this process
-        if it does not come.
+        """Request that the ranks are killed, and wait for the end of the attempt. If it does not
+        end, exit this process.
         """
         super().kill_ranks(reason)
         if not self.is_over.wait(KILL_GRACE):
@@ -123,7 +123,7 @@ def main() -> None:
             idle_timeout = IDLE_TIMEOUT + node_job.start_timeout
             os.environ.clear()
             os.environ.update(own_environment | node_job.environment)
-            adopt_storage_environment(node_job.storage)  # what the worker has of its own wins
+            adopt_storage_environment(node_job.storage)  # the worker's own values win
             permit(str(directory))
             if link is None:
                 prepare(node_job, directory)
@@ -138,7 +138,7 @@ def _listen(
     connection: Connection,
     begin: Callable[[tuple[NodeJob, DriverLink | None, socket.socket | None]], None],
 ) -> None:
-    """Begin an attempt for each job, and pass the commands that follow it on."""
+    """Begin an attempt for each job, and pass on the commands that follow it."""
     link = None
     try:
         while True:
@@ -146,8 +146,9 @@ def _listen(
             if isinstance(message, NodeJob) and message.is_ahead:
                 begin((message, None, None))
             elif isinstance(message, NodeJob):
-                meets_here = message.ranks.first_rank == 0
-                listener = socket.socket(fileno=recv_handle(connection)) if meets_here else None
+                listener = None
+                if message.ranks.first_rank == 0:
+                    listener = socket.socket(fileno=recv_handle(connection))
                 link = DriverLink(connection, message.driver_timeout, message.prints_lines)
                 begin((message, link, listener))
             elif link:
@@ -162,12 +163,12 @@ def _listen(
 
 
 def prepare(node_job: NodeJob, directory: Path) -> None:
-    """Import and fetch what ranks of this job need. What fails will fail in their attempt, which
-    tells it.
+    """Import and fetch what the ranks of this job need. An error is ignored here, because their
+    attempt will report it.
     """
     program = node_job.job.program
     if program.slow_imports and start_server(program.slow_imports):
-        # forked once its server has imported all
+        # The rank is forked once its server has imported all modules.
         start_rank(program, os.getpid, (), "prepared").join()
     if node_job.data_archive and not node_job.data:
         with contextlib.suppress(Exception):
@@ -190,7 +191,9 @@ def _run_attempt(
         )
     try:
         ranks = node_job.ranks
-        results = str(directory / ranks.results) if ranks.results else ""
+        results = ""
+        if ranks.results:
+            results = str(directory / ranks.results)
         ranks = dataclasses.replace(ranks, interface=interface_to(ranks.host), results=results)
     except OSError as error:
         name = type(error).__name__
@@ -201,8 +204,8 @@ def _run_attempt(
 
 
 def interface_to(host: str) -> str:
-    """Return the network interface by which this machine reaches `host`, which may be itself, for
-    gloo and NCCL.
+    """Return the network interface by which this machine reaches `host`, for gloo and NCCL. `host`
+    may be this machine.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -219,7 +222,7 @@ def interface_to(host: str) -> str:
 
 
 def unpack_data(url: str, directory: Path, timeout: float = STORE_TIMEOUT) -> str:
-    """Fetch the archive of the prepared data into `directory`, once, and return where they are."""
+    """Fetch the archive of the prepared data into `directory`, once, and return the directory."""
     unpacked = directory / os.path.basename(url).removesuffix(".zip")
     if not unpacked.exists():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:

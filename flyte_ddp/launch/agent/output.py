@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from flyte_ddp.config.waits import LINE_INTERVAL
 
-# Bytes of a rank's output that are passed on at once, and per second after that. A rank that prints
-# more would fill the memory of the driver, which passes it on more slowly than a rank prints.
+# Bytes of a rank's output that are passed on at once, and per second after that. More output would
+# fill the memory of the driver, which passes lines on more slowly than a rank prints them.
 MAX_BURST, RATE = 16 << 20, 2 << 20
 MAX_LINE = 1 << 20  # bytes; a longer line is passed on in pieces
-MAX_FILE = 32 << 20  # bytes of the file that have been read, which are then removed
-TAIL_BYTES = 512 << 10  # of the end of the output that `last_lines` reads
+MAX_FILE = 32 << 20  # bytes of the file after which the read part is removed
+TAIL_BYTES = 512 << 10  # bytes at the end of the output that `last_lines` reads
 LEFT_OUT = (
     f"... more was printed than {MAX_BURST >> 20} MiB, and {RATE >> 20} MiB a second: what does "
     "not fit is left out, the oldest first. Write large outputs to a file"
@@ -27,9 +27,9 @@ LEFT_OUT = (
 class LogTail:
     """The lines that are appended to a growing file.
 
-    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn,
-    and from time to time while it is incomplete. Of an output that is too large the newest lines
-    are kept, in memory and on the disk, which is said once.
+    A progress bar draws a line again and again, with carriage returns. Such a line is shown as last
+    drawn, and from time to time while it is incomplete. If the output is too large, only the newest
+    lines are kept, in memory and on the disk. One line then says so.
     """
 
     path: str
@@ -42,7 +42,7 @@ class LogTail:
     _removed: bytes = b""  # the end of what was removed from the file
 
     def new_lines(self, at_end: bool = False) -> list[str]:
-        """Return the new complete lines; `at_end`, also what no line break follows."""
+        """Return the new complete lines. With `at_end`, also return an incomplete last line."""
         try:
             with open(self.path, "rb") as file:
                 is_first_cut = self._skip(os.fstat(file.fileno()).st_size)
@@ -55,7 +55,10 @@ class LogTail:
         self._remove_what_was_read(contents)
         contents = self.rest + contents
         *lines, rest = contents.split(b"\n")
-        is_redrawn, self.rest = b"\r" in rest, rest if rest.endswith(b"\r") else _as_drawn(rest)
+        is_redrawn = b"\r" in rest
+        if not rest.endswith(b"\r"):
+            rest = _as_drawn(rest)
+        self.rest = rest
         if (at_end and self.rest) or len(self.rest) > MAX_LINE:
             lines, self.rest = [*lines, self.rest], b""
         elif is_redrawn and time.monotonic() >= self._next_redrawn:
@@ -65,12 +68,14 @@ class LogTail:
             lines = [_as_drawn(line) for line in lines]
         if is_first_cut:
             lines.insert(0, LEFT_OUT.encode())
-        # at once: ranks may print much
-        return b"\n".join(lines).decode(errors="replace").split("\n") if lines else []
+        if not lines:
+            return []
+        # All lines are decoded at once, because ranks may print much.
+        return b"\n".join(lines).decode(errors="replace").split("\n")
 
     def _skip(self, size: int) -> bool:
-        """Leave out the oldest of what is unread, if it is more than may be passed on. Return
-        whether that is the first time.
+        """Leave out the oldest unread bytes if there are more than may be passed on. Return whether
+        this is the first time.
         """
         now = time.monotonic()
         refill = RATE * (now - self._allowed_at)
@@ -83,7 +88,7 @@ class LogTail:
         return is_first
 
     def _remove_what_was_read(self, contents: bytes) -> None:
-        """Empty a large file, to which a rank appends, once all of it is read."""
+        """Empty a large file once all of it is read. The rank goes on appending to it."""
         if self.position < MAX_FILE:
             return
         with open(self.path, "r+b") as file:
@@ -105,5 +110,5 @@ class LogTail:
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """Return what a terminal shows of a line with carriage returns."""
+    """Return a line with carriage returns as a terminal shows it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -2,10 +2,9 @@
 no torch.
 
 The ranks of a recipe are forked from a server, the one of Python's `forkserver` method. Each
-process that launches ranks has one, which imports torch and the training loop once: 2 s of
-processor time that otherwise every rank of every attempt needs, or 4 s where it also needs the
-compiler. So the first ranks start as soon as fresh ones would, and those of a restart within 0.05
-s.
+process that launches ranks has one server. It imports torch and the training loop once. Otherwise
+every rank of every attempt needs 2 s of processor time for these imports, or 4 s with the compiler.
+So the first ranks start as soon as fresh ranks would, and the ranks of a restart within 0.05 s.
 
 The ranks of a user's function are fresh processes, of the method `spawn`: torch must not be there
 before the function imports it, because a variable that the function sets for torch would come too
@@ -34,13 +33,13 @@ from flyte_ddp.observers.streams import open_standard_streams
 if TYPE_CHECKING:
     from flyte_ddp.launch.protocol.programs import Program
 
-# How the names of variables begin that torch, fsspec and the loader of libraries read at their
-# start. Not those of OpenMP and malloc, which Dask and scikit-learn set in this process: a recipe's
-# rank sets threads and malloc's thresholds itself.
+# Prefixes of variables that torch, fsspec and the loader of libraries read at their start. Those
+# for OpenMP and malloc are left out, because Dask and scikit-learn set them in this process. A
+# recipe's rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
 
 ENTRY = "flyte_ddp.rank.entry:run_rank"  # by name: an agent imports nothing of a rank's
-# that a recipe's ranks need besides those of others
+# this package's modules that the ranks of a recipe need
 OWN_MODULES = [name.partition(":")[0] for name in (ENTRY, TRAINING)]
 
 MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
@@ -48,13 +47,11 @@ MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, 
 END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
 
 _variables_of_server: dict[str, str] | None = None
-_starting = threading.Lock()  # held while this process's environment is that of its server
+_starting = threading.Lock()  # held while this process has the environment of its server
 
 
 class ForkedProcess(ForkServerProcess):
-    """A process with the environment of its parent at its start, as the other start methods give
-    it.
-    """
+    """A process with its parent's environment at the start, as in other start methods."""
 
     def start(self) -> None:
         with _starting:
@@ -101,11 +98,11 @@ def start_server(modules: Sequence[str]) -> bool:
     """Start this process's server if it has none, and do not wait for it.
 
     Args:
-        modules: of others, that a new server imports before this package's.
+        modules: modules of other packages, which a new server imports before this package's.
 
     Returns:
-        False if its ranks would not be as fresh ones are: the environment has changed since the
-        server read it, or this is macOS, whose libraries do not survive a fork.
+        False if forked ranks would differ from fresh ranks: the environment has changed since the
+        server read it, or this is macOS, where libraries do not survive a fork.
     """
     global _variables_of_server
     if sys.platform == "darwin":
@@ -116,9 +113,10 @@ def start_server(modules: Sequence[str]) -> bool:
     if _variables_of_server is None:
         _variables_of_server = variables
         forkserver._forkserver.__class__ = _Server
-        forkserver.set_forkserver_preload(
-            [*modules, *(OWN_MODULES if sys.version_info >= (3, 11) else ())]
-        )
+        preloaded = list(modules)
+        if sys.version_info >= (3, 11):
+            preloaded += OWN_MODULES
+        forkserver.set_forkserver_preload(preloaded)
     if variables != _variables_of_server:
         return False
     open_standard_streams()
@@ -143,7 +141,7 @@ def shorten_socket_paths() -> None:
     )
     stack = contextlib.ExitStack()
     config["tempdir"] = stack.enter_context(own_directory("pymp-", next(short, None)))
-    util.Finalize(None, stack.close, exitpriority=-100)  # as that of multiprocessing's own
+    util.Finalize(None, stack.close, exitpriority=-100)  # like multiprocessing's own directory
 
 
 def start_rank(
@@ -153,7 +151,7 @@ def start_rank(
     shorten_socket_paths()
     if program.slow_imports and start_server(program.slow_imports):
         forked = ForkedProcess(target=target, args=arguments, name=name)
-        # the server has died: a fresh process says why
+        # If the server has died, a fresh process reports the reason.
         with contextlib.suppress(EOFError, OSError):
             forked.start()
             return forked

@@ -1,5 +1,5 @@
-"""Temporary directories, which the next run removes where the process that owned them was
-killed, and the files that ranks submit in one.
+"""Temporary directories, and the files that ranks submit in one of them. If a directory's owner was
+killed, the next run removes the directory.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from flyte_ddp.storage.file_lock import lock_file
 
 MAX_TAKEN = 16 << 20  # bytes of several files at once
-# ends the name of a file beside a directory, which the directory's owner keeps locked
+# end of the name of a file beside a directory; the directory's owner keeps the file locked
 OWNER = ".owner"
 
 
 @contextlib.contextmanager
 def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
-    """Make a directory for the length of the block, and remove those that killed processes have
-    left there.
+    """Make a directory for the length of the block. Remove the directories that killed processes
+    have left beside it.
     """
     for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*{OWNER}"):
-        # raises while the owner lives
+        # `lock_file` raises while the owner lives.
         with contextlib.suppress(OSError), lock_file(str(left), waits=False):
             _remove(left)
     descriptor, path = tempfile.mkstemp(OWNER, prefix, parent)
@@ -37,18 +37,21 @@ def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
         try:
             yield directory
         finally:
-            # a forked process ends this block too, where it drops what it has inherited
+            # A forked process ends this block too when it drops its inherited objects.
             if os.getpid() == owner:
                 _remove(Path(path))
 
 
 def take_files(directory: str, names: Sequence[str]) -> list[bytes | None]:
-    """Remove the first of these files, up to the one with which `MAX_TAKEN` is passed, and return
-    their contents: None for one that is not there.
+    """Remove these files in their order, until the total size passes `MAX_TAKEN`. Return the
+    contents of the removed files; None for a missing file.
     """
     taken: list[bytes | None] = []
     for file in (Path(directory, name) for name in names):
-        taken.append(file.read_bytes() if file.exists() else None)
+        contents = None
+        if file.exists():
+            contents = file.read_bytes()
+        taken.append(contents)
         file.unlink(missing_ok=True)
         if sum(len(each or b"") for each in taken) > MAX_TAKEN:
             break

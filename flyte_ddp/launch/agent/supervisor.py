@@ -1,5 +1,5 @@
-"""Run the ranks of one node as child processes, watch them, report what becomes of them, and end
-them as the driver says.
+"""Run the ranks of one node as child processes, watch them, report how they end, and end them on
+the driver's command.
 
 How they start is in rank_start.py. `torch.multiprocessing.spawn` is not used for three reasons:
 importing it costs this process the 3.5 s that the ranks need for themselves; it makes every rank
@@ -76,20 +76,20 @@ from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, se
 from flyte_ddp.launch.protocol.signals import StopRequest, find_signal
 from flyte_ddp.storage.cgroups import count_oom_kills, memory_use
 
-CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
-# as gloo ends a process
+CRASH_LINES = 500  # lines of output that may show why a signal ended a process
+# message with which gloo ends a process
 GLOO_SIZES = re.compile(r"enforce fail at [^\n]*?\] ([^\n]*?nbytes\. \d+ vs \d+)")
-INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's own choice, which ranks are given
+INTERFACES = "GLOO_SOCKET_IFNAME"  # variable with the user's own choice, which ranks get
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 NUM_STACK_LOOKS = 10
-UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
-# has the heartbeats, and named semaphores, which macOS does not list
+UNKNOWN_CODE = 255  # exit code of a forked process after its server, which knows the code, died
+# directory with the heartbeats and named semaphores; macOS does not list the semaphores
 SHARED_MEMORY = Path("/dev/shm")
-# seconds between two measurements; of the attempt so far, if that is more: days of a run have a
-# thousand points, not a hundred thousand
+# Seconds between two measurements, or this share of the attempt so far if it is longer. So days of
+# a run have a thousand points, not a hundred thousand.
 MIN_INTERVAL, INTERVAL_SHARE = 15.0, 0.01
-SAMPLE_SECONDS = 1.0  # over which the use of the cores is measured, as the driver does for GPUs
+SAMPLE_SECONDS = 1.0  # time over which the use of the cores is measured, as for GPUs
 
 
 def supervise(
@@ -100,15 +100,14 @@ def supervise(
     link: Link,
     memory: NodeMemory,
 ) -> None:
-    """Run the ranks of one node to their end, and send last how they ended. Then all their
+    """Run the ranks of one node to their end. The last message says how they ended. Then all their
     processes are gone.
 
     Args:
         listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
-        prepared: the directory of the prepared data on this node; None for a program that needs
-            none.
-        link: to the driver. About every `POLL_INTERVAL` seconds it gets what the ranks are at.
-        memory: of this node, for the states of the ranks.
+        prepared: the directory of the prepared data on this node; None for a program without data.
+        link: link to the driver. It gets the ranks' state about every `POLL_INTERVAL` seconds.
+        memory: memory of this node for the states of the ranks.
     """
     end = End(Outcome.FAILED)
     try:
@@ -148,21 +147,21 @@ class Rank:
     process: BaseProcess
     pipe: Connection
     log: LogTail
-    outcome: Outcome | None = None  # as the rank reported
-    # the collectives that it has entered, once it was asked
+    outcome: Outcome | None = None  # outcome that the rank reported
+    # collectives that the rank has entered; None until it has answered
     groups: list[Group] | None = None
-    device: str = ""  # its GPU, for people
+    device: str = ""  # name of the rank's GPU, for people
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has just died
+        with contextlib.suppress(OSError):  # the rank has just died
             self.pipe.send(message)
 
     def kill_group(self, number: int = signal.SIGKILL) -> bool:
-        """Kill it and all that it started, without waiting, or send them another signal. Return
-        whether there was any.
+        """Send a signal to the rank and all processes that it started, without waiting. Return
+        whether there was any process.
         """
         # The rank makes itself the leader of a group early on. Until then it has no children. The
-        # number of a group that is gone may belong to another user's now.
+        # number of a finished group may belong to another user's group now.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, number)
             return True
@@ -180,7 +179,7 @@ class _Ranks:
     link: Link
     memory: NodeMemory
     ranks: list[Rank] = field(default_factory=list)
-    sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
+    sent_deadline: float | None = None  # deadline of the stop that the ranks know; None before
 
     def __post_init__(self) -> None:
         node = self.node
@@ -202,11 +201,13 @@ class _Ranks:
         start_thread("measurements", self._measure)
 
     def _measure(self) -> None:
-        """Send what the node's use is, from time to time. In a thread, because the driver of a
-        broken GPU may hang; after an error no more.
+        """Measure and send the use of the node from time to time. Stop at the first error. Runs in
+        a thread, because the driver of a broken GPU may hang.
         """
         node, started = self.node, time.monotonic()
-        num_gpus = node.num_ranks if node.use_gpus else 0
+        num_gpus = 0
+        if node.use_gpus:
+            num_gpus = node.num_ranks
         with log_failures("measurements"):
             while not self.link.is_over.wait(
                 max(MIN_INTERVAL, INTERVAL_SHARE * (time.monotonic() - started))
@@ -219,24 +220,29 @@ class _Ranks:
         # it.
         pipe, end = Pipe()
         source = self.node.copied_rank(number)
-        copies = self.memory.slots_of(source) if self.node.num_nodes > 1 else []
+        copies = []
+        if self.node.num_nodes > 1:
+            copies = self.memory.slots_of(source)
         memory = (self.memory.slots_of(number), copies, self.left_parts)
-        listener = self.listener if local_rank == 0 else None
+        listener = None
+        if local_rank == 0:
+            listener = self.listener
         arguments = (self.job, self.node, local_rank, listener, end, self.beats, self.logs, memory)
         process = start_rank(self.job.program, enter_rank, arguments, f"rank-{number}")
-        # Only the rank holds it now, so that either side sees the other's death as the end of the
+        # Now only the rank holds this end. So either side sees the other's death as the end of the
         # pipe.
         end.close()
         self.ranks.append(Rank(number, process, pipe, LogTail(rank_log(self.logs, number))))
 
     def watch(self, prepared: Future[str] | None) -> End:
-        """Pass data, events and failures on until every rank has ended, or has to be killed; return
-        how they ended.
+        """Pass data, events and failures on until every rank has ended or has to be killed. Return
+        how the ranks ended.
         """
         has_data, stop = prepared is None, self.link.stop
-        while running := [
-            rank for rank in self.ranks if not rank.outcome or rank.process.is_alive()
-        ]:
+        while True:
+            running = [each for each in self.ranks if not each.outcome or each.process.is_alive()]
+            if not running:
+                break
             self._read_ranks(running)
             self._relay_logs()
             if prepared and not has_data and prepared.done():
@@ -279,9 +285,7 @@ class _Ranks:
             rank.send(Prepared(directory))
 
     def _pass_on(self, stop: StopRequest) -> None:
-        """Ask the ranks to stop, again where the deadline has changed: a growth may become a
-        loss.
-        """
+        """Ask the ranks to stop, and again if the deadline changes: a growth may become a loss."""
         if self.sent_deadline != stop.deadline:
             self.sent_deadline = stop.deadline
             for rank in self.ranks:
@@ -302,8 +306,8 @@ class _Ranks:
         while any(rank.kill_group(0) for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 10)
         for rank in self.ranks:
-            with contextlib.suppress(ValueError):  # it hangs in the kernel
-                rank.process.close()  # its pipes, too
+            with contextlib.suppress(ValueError):  # the process hangs in the kernel
+                rank.process.close()  # closes the pipes of the process, too
         _remove_semaphores(semaphore_prefix(self.logs))
         self._relay_logs(at_end=True)
 
@@ -339,7 +343,7 @@ class _Ranks:
 
     @property
     def _may_exit(self) -> bool:
-        """A rank that ends its process itself, with code 0, has succeeded."""
+        """Whether a rank that ends its process itself, with code 0, has succeeded."""
         return self.job.program.kind is not Kind.RECIPE
 
     def _report(self, failure: RankFailure) -> None:
@@ -354,7 +358,9 @@ class _Ranks:
         code, is_stopping = rank.process.exitcode, self.sent_deadline is not None
         is_asked = is_stopping and code == -find_signal(self.link.stop.reason)
         if is_asked or (code == 0 and self._may_exit):
-            rank.outcome = Outcome.STOPPED if is_stopping else Outcome.DONE
+            rank.outcome = Outcome.DONE
+            if is_stopping:
+                rank.outcome = Outcome.STOPPED
             self.beats[self.ranks.index(rank)].has_ended = True
         else:
             rank.outcome = Outcome.FAILED
@@ -370,7 +376,8 @@ class _Ranks:
             output = rank.log.last_lines(CRASH_LINES)
             # faulthandler lists the main thread last.
             details["place"] = find_place(output.rpartition("Thread 0x")[2].splitlines())
-            if sizes := GLOO_SIZES.search(output):
+            sizes = GLOO_SIZES.search(output)
+            if sizes:
                 details["sizes"] = sizes[1].strip()
             if cause == "SIGKILL" and count_oom_kills() > self.num_oom_kills:
                 cause = OUT_OF_MEMORY
@@ -381,16 +388,14 @@ class _Ranks:
             elif cause == "SIGKILL":
                 what += ". Unless a person killed it, the machine ran out of memory"
         else:
-            what, kind, cause = (
-                f"rank {rank.number} exited with code {code}",
-                FailureKind.EXIT,
-                f"exit code {code}",
-            )
+            kind, cause = FailureKind.EXIT, f"exit code {code}"
+            what = f"rank {rank.number} exited with code {code}"
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
                 what += ", or the server that it was forked from was killed"
         tail = rank.log.last_lines(LOG_TAIL)
-        text = f"{what}\n{shorten(tail)}" if tail else what
-        return RankFailure(text, rank.number, kind, cause, details=details)
+        if tail:
+            what = f"{what}\n{shorten(tail)}"
+        return RankFailure(what, rank.number, kind, cause, details=details)
 
     def _inspect(self, question: Inspect) -> Iterator[InspectedRank]:
         """Yield each rank with its collectives and the stacks of all its threads."""
@@ -404,21 +409,25 @@ class _Ranks:
             for rank in self.ranks:
                 if not rank.pipe.closed:
                     self._read(rank)
-            # They are sent when the stacks are written.
+            # A rank sends its collectives when its stacks are written.
             unanswered = [each for each in asked if each.groups is None]
             if not unanswered:
                 break
             if look == NUM_STACK_LOOKS // 2:
                 for rank in unanswered:
                     if rank.process.is_alive() and not self._stacks_of(rank):
-                        os.kill(rank.process.pid or 0, signal.SIGUSR1)  # no thread of it can answer
+                        os.kill(
+                            rank.process.pid or 0, signal.SIGUSR1
+                        )  # none of its threads answers
         for rank, beat in zip(self.ranks, self.beats, strict=True):
             stacks = self._stacks_of(rank) or (
                 f"  no stack: none was written within {ANSWER_TIMEOUT:g} s"
             )
             # The threads are listed from the newest to the oldest, which is the main thread.
             stack = stacks.strip("\n").split("\n\n")[-1].splitlines()
-            ago = now - beat.progress_at if beat.progress_at else None
+            ago = None
+            if beat.progress_at:
+                ago = now - beat.progress_at
             yield InspectedRank(rank.number, beat.step, ago, stack, rank.groups, stacks)
 
     def _stacks_of(self, rank: Rank) -> str:
@@ -432,36 +441,40 @@ class _Ranks:
         now, beats = time.monotonic(), self.beats
         numbered = list(zip(self.ranks, beats, strict=True))
         progress_at = max(beat.progress_at for beat in beats)
+        silent_for = 0.0
+        if has_data and progress_at:
+            silent_for = now - progress_at
+        failed = [rank for rank in self.ranks if rank.outcome is Outcome.FAILED]
+        paces = [
+            Pace(rank.number, beat.num_steps, list(beat.seconds), rank.device)
+            for rank, beat in numbered
+            if beat.num_steps
+        ]
+        waiting = [beat for beat in beats if beat.waits_since and not beat.has_ended]
         return Beat(
             step=max(beat.step for beat in beats),
             is_writing=beats[0].is_writing and self.ranks[0].process.is_alive(),
             is_stoppable=beats[0].is_stoppable,
-            is_ending=any(
-                rank.outcome is Outcome.FAILED and rank.process.is_alive() for rank in self.ranks
-            ),
+            is_ending=any(rank.process.is_alive() for rank in failed),
             has_reported=progress_at > 0,
-            silent_for=now - progress_at if has_data and progress_at else 0.0,
-            paces=[
-                Pace(rank.number, beat.num_steps, list(beat.seconds), rank.device)
-                for rank, beat in numbered
-                if beat.num_steps
-            ],
-            waits=[
-                now - beat.waits_since for beat in beats if beat.waits_since and not beat.has_ended
-            ],
+            silent_for=silent_for,
+            paces=paces,
+            waits=[now - beat.waits_since for beat in waiting],
             ended=[rank.number for rank, beat in numbered if beat.has_ended],
         )
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:
-            prefix = f"[rank {rank.number}] " if self.job.program.shows_ranks else ""
+            prefix = ""
+            if self.job.program.shows_ranks:
+                prefix = f"[rank {rank.number}] "
             for line in rank.log.new_lines(at_end):
                 self.link.relay(f"{prefix}{line}")
 
 
 def measure_node(node: int, num_gpus: int) -> NodeMeasured:
-    """Return how much of this machine is in use, and of the first `num_gpus` GPUs of this process.
-    It takes `SAMPLE_SECONDS`.
+    """Return how much of this machine and of the first `num_gpus` GPUs of this process is in use.
+    The measurement takes `SAMPLE_SECONDS`.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -472,16 +485,17 @@ def measure_node(node: int, num_gpus: int) -> NodeMeasured:
 
 def _describe_error(rank: int, error: RaisedError) -> RankFailure:
     """Return the failure of a rank that has raised an error."""
-    message = f": {shorten(error.message, MAX_MESSAGE)}" if error.message else ""
-    what, cause = f"rank {rank} failed: {error.name}{message}", f"{error.name}: {error.message}"
+    what, cause = f"rank {rank} failed: {error.name}", f"{error.name}: {error.message}"
+    if error.message:
+        what += f": {shorten(error.message, MAX_MESSAGE)}"
     failure = RankFailure(what, rank, FailureKind.EXCEPTION, cause, error.is_consequence)
-    if error.trace and not failure.is_user_error:  # one line explains those
+    if error.trace and not failure.is_user_error:  # a user's error needs no traceback
         failure.args = (f"{what}\n{shorten_traceback(error.trace)}",)
     return failure
 
 
 def _remove_semaphores(prefix: str) -> None:
-    """Remove the named semaphores that killed processes have left. Else they stay until this
+    """Remove the named semaphores that killed processes have left. Otherwise they stay until this
     process ends.
     """
     for file in SHARED_MEMORY.glob(f"sem.{prefix}-*"):

@@ -147,11 +147,11 @@ def run(
         if data:
             prepared = call_in_background(data)
         name = f"training-{uuid.uuid4().hex[:12]}"
-
-        def show_line(line: str) -> None:
-            show(redact_url(line))
-
-        own = Run(name, place, job, storage, stop, dispatcher.emit, show_line, prepared)
+        own = Run(
+            *(name, place, job, storage, stop, dispatcher.emit),
+            relay=lambda line: show(redact_url(line)),
+            prepared=prepared,
+        )
         stack.callback(place.close, own)
         if results is not None:
             own.results = Results(results)

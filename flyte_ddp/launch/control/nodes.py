@@ -19,7 +19,7 @@ class Node:
     label: str = ""  # name for people; "" for this machine
     worker: str = ""  # name of its Dask worker
     beat: Beat = field(default_factory=Beat)  # the latest heartbeat
-    departure: Departure | None = None  # its announcement that it goes away
+    departure: Departure | None = None  # announcement that it goes away
     end: End | None = None  # the end of its ranks; None while they may run
     is_silent: bool = False  # lost without a report of its end
 

@@ -1,4 +1,4 @@
-"""The driver's own machine as the place of a run: one node, whose ranks are children of the
+"""The driver's own machine as the place of a run. Its only node runs the ranks as children of the
 driver's process.
 """
 
@@ -43,11 +43,11 @@ LOOPBACK = "127.0.0.1"
 class LocalPlace:
     """The ranks of a run on this machine."""
 
-    num_processes: int = 0  # ranks; 0 is one per GPU, or two on a machine without
-    # How often all ranks start again, without a newer state in between, after one was killed, hung,
-    # or failed in a way that another attempt may not repeat.
+    num_processes: int = 0  # number of ranks; 0: one per GPU, or two on a machine without GPUs
+    # How often all ranks start again, without a newer state in between, after a rank was killed,
+    # hung, or failed in a way that another attempt may not repeat.
     max_restarts: int = 0
-    port: int = 0  # where the ranks meet; 0 for any free one
+    port: int = 0  # port where the ranks meet; 0 for any free port
     larger_memory = (
         "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
     )
@@ -82,21 +82,21 @@ class LocalPlace:
         job.program.check_compiler()
 
     def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
-        """Return this machine, which is there at once."""
+        """Return this machine at once."""
         if run.results and not self.results:
             self.results = self._stack.enter_context(own_directory("results-"))
         return LocalNodes(self, run)
 
     def close(self, run: Run) -> None:
-        """Free the memory that attempts may have left a state in."""
+        """Free the memory in which attempts may have left a state."""
         self.memory.close()
         self._stack.close()
 
 
 @dataclass(eq=False)
 class LocalNodes(Nodes):
-    """The driver's machine in one attempt, which never announces that it leaves: its driver is
-    stopped. Its ranks are supervised in a thread.
+    """The driver's machine in one attempt. It never announces that it leaves, because its driver is
+    stopped instead. A thread supervises its ranks.
     """
 
     place: LocalPlace
@@ -113,13 +113,16 @@ class LocalNodes(Nodes):
     def start(self, job: Job, num_restarts: int) -> None:
         place = self.place
         listener = self._stack.enter_context(listening_socket(place.port))
+        interface = "lo"
+        if sys.platform == "darwin":
+            interface = "lo0"
         ranks = NodeRanks(
             first_rank=0,
             num_ranks=place.num_processes,
             world_size=place.num_processes,
             host=LOOPBACK,
             port=listener.getsockname()[1],
-            interface="lo0" if sys.platform == "darwin" else "lo",
+            interface=interface,
             use_gpus=num_gpus() > 0,
             num_threads=max(1, num_cores() // place.num_processes),
             run_id=self.run.name,
@@ -133,7 +136,7 @@ class LocalNodes(Nodes):
 
     def send(self, command: Any) -> None:
         self._link.obey(command)
-        if self._agent is None:  # it was never started
+        if self._agent is None:  # the ranks were never started
             self.nodes[0].end = End(Outcome.FAILED)
 
     def messages(self) -> Sequence[tuple[Node, Any]]:

@@ -1,5 +1,5 @@
-"""Calls to the workers and the scheduler of a Dask cluster that end in time, whether they are
-answered or not.
+"""Calls to the workers and the scheduler of a Dask cluster. They end in time, even without an
+answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def call_workers(
     *arguments: Any,
     timeout: float = ANSWER_TIMEOUT,
 ) -> dict[str, Any]:
-    """Call `function` in each of the workers at once, outside their tasks; return answers or
+    """Call `function` in each of the workers at once, outside their tasks. Return answers or
     exceptions by address.
 
     A worker that does not answer within `timeout` seconds yields a TimeoutError and does not delay
@@ -74,18 +74,13 @@ def call_workers(
 def call_scheduler(
     client: Client, method: str, timeout: float = ANSWER_TIMEOUT, **arguments: Any
 ) -> Any:
-    """Return the scheduler's answer; None if there is none in time. Dask's own calls would wait for
-    it much longer.
+    """Return the scheduler's answer; None without an answer in time. Dask's own calls would wait
+    much longer.
     """
     try:
         return client.sync(getattr(client.scheduler, method), callback_timeout=timeout, **arguments)
-    except (
-        OSError,
-        RuntimeError,
-        AttributeError,
-        asyncio.TimeoutError,
-    ):  # it is gone, or the client is closed
-        return None
+    except (OSError, RuntimeError, AttributeError, asyncio.TimeoutError):
+        return None  # the scheduler is gone, or the client is closed
 
 
 def listed_workers(client: Client) -> dict[str, str]:
@@ -97,8 +92,8 @@ def listed_workers(client: Client) -> dict[str, str]:
 
 
 def scheduler_id(client: Client) -> str:
-    """Return the identity of the scheduler, which another one at its address would not have; ""
-    without an answer.
+    """Return the identity of the scheduler; "" without an answer. Another scheduler at the same
+    address has another identity.
     """
     return str((call_scheduler(client, "identity", n_workers=0) or {}).get("id", ""))
 
@@ -106,15 +101,15 @@ def scheduler_id(client: Client) -> str:
 def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
     """Return what `function` returns in the scheduler; None without an answer."""
     answer = call_scheduler(client, "run_function", function=cloudpickle.dumps(function)) or {}
-    return answer["result"] if answer.get("status") == "OK" else None
+    if answer.get("status") != "OK":
+        return None
+    return answer["result"]
 
 
 async def send_command(
     client: Client, addresses: list[str], plugin: str, attempt: str, command: bytes
 ) -> None:
-    """Send `command` to the agents at `addresses`; those that cannot be reached are
-    skipped.
-    """
+    """Send `command` to the agents at `addresses`. Agents that cannot be reached are skipped."""
     message = {"op": plugin, "attempt": attempt, "command": command}
     with contextlib.suppress(OSError, RuntimeError):
         await client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")

@@ -1,5 +1,5 @@
-"""Bring code and data to the nodes: as zips, or the prepared data by a directory that the nodes see
-as well.
+"""Bring code and data to the nodes: as zips, or as a directory of prepared data that the nodes see
+too.
 
 The workers' image may be older than the code that this process runs (after a fast registration, or
 in an edited checkout), or may not have the package at all. So the code travels with every run, some
@@ -35,18 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SharedData:
-    """The data of a run, or of those that train at the same time, and the copy of them for nodes
-    that do not see the driver's directory.
+    """The data of runs that train at the same time, and the copy of the data for nodes that do not
+    see the driver's directory.
     """
 
-    storage: Storage  # where the copy is, which every worker reaches
+    storage: Storage  # store of the copy, which every worker reaches
     archive: str = ""  # URL of the copy
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def locate(self, client: Client, directory: str, nodes: Sequence[DaskNode]) -> set[str]:
-        """Return the addresses of the nodes that see `directory`. Uploads the copy for the
-        others.
-        """
+        """Return the addresses of nodes that see `directory`. Upload the copy for the others."""
         note = Path(directory, NOTE)
         addresses = [node.address for node in nodes]
         answers = call_workers(client, addresses, worker.holds_file, str(note), note.read_bytes())
@@ -58,7 +56,7 @@ class SharedData:
         return sees_data
 
     def close(self) -> None:
-        """Delete the copy, or log one line that it is left behind. Does not raise."""
+        """Delete the copy, or log in one line that it stays. Does not raise."""
         try:
             if self.archive:
                 Storage(self.storage.url, timeout=0).delete(os.path.basename(self.archive))
@@ -109,11 +107,9 @@ def packed_code(program: Program) -> bytes:
     """
     files = program.source_files()
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
-        folders = (
-            [program.directory]
-            if program.directory
-            else sorted({name.split("/")[0] for name in files})
-        )
+        folders = [program.directory]
+        if not program.directory:
+            folders = sorted({name.split("/")[0] for name in files})
         raise ConfigError(
             f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in "
             f"{', '.join(folders)}, "

@@ -1,5 +1,4 @@
-"""Watch for workers with which a gang could be larger, or that replace those that leave it, while
-it trains.
+"""Watch for workers that could make a gang larger, or replace leaving workers, while it trains.
 
 The watch asks only workers outside the gang, so it takes no time from the ranks. They import and
 fetch what their ranks will need while the gang trains, which ends only then.
@@ -25,16 +24,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class GrowthWatch:
-    """Looks for workers, from a thread, until it is closed. A gang of full size has nothing to look
-    for.
-    """
+    """Looks for workers, from a thread, until it is closed. A full gang needs no workers."""
 
     gang: Sequence[Worker]  # the workers of the gang
     sizes: Sequence[int]  # the numbers of nodes at which the run can go on, largest first
     config: ClusterConfig
     roll_call: RollCall
-    # Raises ConfigError if one of the nodes given cannot take part, and any error if the gang could
-    # not save its state just now.
+    # Raises ConfigError if one of the given nodes cannot take part, and an error of any kind if the
+    # gang could not save its state just now.
     check_nodes: Callable[[Sequence[DaskNode]], None]
     # Begins to prepare the nodes given; workers that are prepared have `has_agent`.
     prepare_nodes: Callable[[Sequence[DaskNode]], None]
@@ -42,27 +39,25 @@ class GrowthWatch:
 
     # addresses of the workers of the next gang, once it is possible
     members: frozenset[str] = frozenset()
-    # addresses of workers of the gang that the next one goes without
+    # addresses of workers of the gang that are not in the next gang
     leaving: frozenset[str] = frozenset()
-    # when each idle worker was first seen, of those seen ever since
+    # time at which each idle worker was first seen, without workers that were away since
     _first_seen: dict[str, float] = field(default_factory=dict)
-    # by address: until when the preparation of a worker is waited for
+    # end of the wait for the preparation of each worker, by address
     _prepared_by: dict[str, float] = field(default_factory=dict)
-    _problem: str = ""  # the latest, to log each once
+    _problem: str = ""  # the latest problem, to log each once
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         start_thread("growth", self._run)
 
     def replace(self, leaving: frozenset[str]) -> None:
-        """Look for workers in place of those of the gang that leave it, as soon as there are
-        any.
-        """
+        """Look for workers that replace the leaving workers of the gang."""
         if leaving != self.leaving:
             self.leaving, self.members = leaving, frozenset()
 
     def close(self) -> None:
-        """End the watch without waiting for what it just does; `members` stays."""
+        """End the watch without waiting for its thread. `members` stays."""
         self._is_over.set()
 
     def _run(self) -> None:
@@ -79,7 +74,7 @@ class GrowthWatch:
 
     def _find_members(self) -> frozenset[str]:
         """Return the addresses of the workers of the largest gang that is possible now; none if it
-        is this one.
+        is the present gang.
         """
         own = {each.address for each in self.gang}
         staying = [each for each in self.gang if each.address not in self.leaving]
@@ -99,7 +94,7 @@ class GrowthWatch:
                 self.roll_call.mark_unfit(node.address, str(error))
                 return frozenset()  # the next look leaves it out
         ready = {each.address for each in idle if each.has_agent}
-        # a gang whose nodes leave does not wait
+        # A gang with leaving nodes does not wait.
         if not self.leaving and not self._are_prepared(new, ready, now):
             return frozenset()
         return frozenset(node.address for node in nodes)
@@ -116,9 +111,9 @@ class GrowthWatch:
         """Return whether the nodes are `ready`, or have had the time for it. Begins to prepare
         others.
         """
-        if missing := [
-            each for each in nodes if each.address not in self._prepared_by.keys() | ready
-        ]:
+        asked = self._prepared_by.keys() | ready
+        missing = [each for each in nodes if each.address not in asked]
+        if missing:
             self.prepare_nodes(missing)
             deadline = now + self.config.start_timeout
             self._prepared_by.update((each.address, deadline) for each in missing)

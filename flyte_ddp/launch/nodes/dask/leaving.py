@@ -1,9 +1,9 @@
-"""The notice that a Dask worker has to go: SIGTERM, as a pod gets it that is deleted, drained or
-preempted.
+"""The notice that a Dask worker has to go: the SIGTERM that a pod gets when it is deleted, drained
+or preempted.
 
-The worker then announces it to the drivers of its ranks, and closes when these have ended, or
-shortly before its time is up. A second SIGTERM closes it at once. Travels by value, as worker.py
-does.
+The worker then announces its departure to the drivers of its ranks. It closes when its ranks have
+ended, or shortly before its time is up. A second SIGTERM closes it at once. This module travels by
+value, like worker.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ async def announce_departures(dask_worker: Worker) -> None:
 
 
 async def hold_scheduler(dask_scheduler: Scheduler) -> None:
-    """Let the scheduler, when it receives SIGTERM, have its workers announce that they leave, as
-    they end with it, and close when no attempt runs.
+    """Prepare the scheduler for SIGTERM. It then lets its workers announce their departure, because
+    they end with it, and closes when no attempt runs.
     """
     _on_first_sigterm(_close_after_attempts, dask_scheduler)
 
@@ -65,11 +65,11 @@ def is_leaving(dask_worker: Worker) -> bool:
 
 
 def _on_first_sigterm(leave: Callable[[Any], Coroutine[Any, Any, None]], server: Any) -> None:
-    """Begin `leave(server)` in its event loop at the first SIGTERM; at the second one, call what
-    was called before. Called again for a server, it changes nothing.
+    """Begin `leave(server)` in its event loop at the first SIGTERM. At the second one, call the
+    previous handler. A second call for a server changes nothing.
 
-    Only the main thread may install a handler. In another one, such as that of a LocalCluster's
-    nannies, this changes nothing.
+    Only the main thread may install a handler. In another thread, such as the thread of a
+    LocalCluster's nannies, this changes nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if hasattr(server, "departure") or not is_main:
@@ -79,7 +79,7 @@ def _on_first_sigterm(leave: Callable[[Any], Coroutine[Any, Any, None]], server:
 
     def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(signal.SIGTERM, previous)
-        # held here, because a task that nobody holds may vanish
+        # The attribute holds the task, because a task without a reference may vanish.
         server.departure = asyncio.run_coroutine_threadsafe(leave(server), loop)
 
     signal.signal(signal.SIGTERM, handle)
@@ -105,17 +105,17 @@ async def _leave(dask_worker: Worker) -> None:
         each.is_at_work for each in _plugins_of(dask_worker)
     ):
         await asyncio.sleep(POLL_INTERVAL)
-    # a nanny that was not told starts another worker
+    # Otherwise the nanny starts another worker.
     await dask_worker.close(nanny=False, reason="SIGTERM")
 
 
 def _forward_sigterm(dask_worker: Nanny) -> None:
-    """Let a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's
-    process.
+    """Let a nanny pass its first SIGTERM on to its worker, and end after the worker. Runs in the
+    nanny's process.
     """
     _on_first_sigterm(_leave_with_worker, dask_worker)
 
 
 async def _leave_with_worker(nanny: Nanny) -> None:
-    nanny.close_gracefully(reason="SIGTERM")  # it starts no other worker in place of this one
+    nanny.close_gracefully(reason="SIGTERM")  # the nanny then starts no other worker
     os.kill(nanny.pid or os.getpid(), signal.SIGTERM)

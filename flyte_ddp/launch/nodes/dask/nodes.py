@@ -53,7 +53,7 @@ from flyte_ddp.launch.protocol.programs import Job
 # machine imports slowly
 START_TIMEOUT = 60.0
 RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
-WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
+WORKER_LOG_LINES = 15  # lines of the log of a lost worker's pod in the error
 # where the scheduler reports, among other things, that it has lost a worker
 SCHEDULER_TOPIC = "all"
 
@@ -63,21 +63,20 @@ class DaskNodes(Nodes):
     """The workers in one attempt."""
 
     plugin: str  # the name of the run's plugin in the workers
-    code: bytes  # what the plugin brings along, see `data.packed_code`
+    code: bytes  # code that the plugin brings along, see `data.packed_code`
     client: Client
     config: ClusterConfig
     nodes: list[DaskNode]
-    # Returns what each node has to do in an attempt of a job, given the number of restarts before
-    # it.
+    # Returns the job of each node in an attempt, given the number of restarts before the attempt.
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: GrowthWatch  # the watch for a larger gang
 
     _began_at: float = 0.0  # seconds since the epoch
-    _name: str = ""  # of the attempt, also of the topic of its messages
+    _name: str = ""  # name of the attempt and of the topic of its messages
     _command: bytes = b""
     _next_command_at: float = 0.0
     _futures: list[Future] = field(default_factory=list)
-    # of the attempt and of the scheduler: when they arrived here, and the events
+    # events of the attempt and of the scheduler, each with its time of arrival
     _arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = field(
         default_factory=queue.SimpleQueue
     )
@@ -132,22 +131,28 @@ class DaskNodes(Nodes):
 
     def send(self, command: Any) -> None:
         for node in self.nodes[len(self._futures) :]:
-            node.end = End(Outcome.FAILED)  # it was never started
+            node.end = End(Outcome.FAILED)  # the node was never started
         self._command, self._next_command_at = pickle.dumps(command), 0.0
         self._repeat_command()
 
     def messages(self) -> Iterator[tuple[Node, Any]]:
         self._repeat_command()
-        # Looked up before the messages: whatever a task has sent arrived before its end did.
+        # Ends are looked up before the messages: the messages of a task arrive before its end.
         ended = [
             node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()
         ]
+        timeout = POLL_INTERVAL
+        if ended:
+            timeout = 0
         with contextlib.suppress(queue.Empty):
-            yield from self._take(*self._arrivals.get(timeout=0 if ended else POLL_INTERVAL))
+            yield from self._take(*self._arrivals.get(timeout=timeout))
             while True:
                 yield from self._take(*self._arrivals.get_nowait())
         for node in self.nodes[: len(self._futures)]:
-            if not node.outcome and (why := self._find_loss(node, node in ended)):
+            if node.outcome:
+                continue
+            why = self._find_loss(node, node in ended)
+            if why:
                 yield from _lose(node, why)
 
     def explain(self, failure: Exception) -> Exception:
@@ -156,19 +161,25 @@ class DaskNodes(Nodes):
         """
         if not isinstance(failure, NodeLost):
             return failure
-        if (now := scheduler_id(self.client)) != self.scheduler_id:
+        now = scheduler_id(self.client)
+        if now != self.scheduler_id:
             # Every node seems lost then: their messages come through the scheduler.
-            why = "another one has taken its place" if now else "it does not answer"
+            why = "it does not answer"
+            if now:
+                why = "another one has taken its place"
             return NodeLost(f"the Dask scheduler was lost: {why}", "")
         if not failure.worker or "\n" in str(failure):
             return failure
         end = pod_end(self.config, failure.worker, self._began_at, WORKER_LOG_LINES)
-        text = f"{failure}; {end}" if end.reason else str(failure)
+        text = str(failure)
+        if end.reason:
+            text = f"{text}; {end}"
         if end.log:
             text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
-        return NodeLost(
-            text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause
-        )
+        cause = failure.cause
+        if end.is_out_of_memory:
+            cause = OUT_OF_MEMORY
+        return NodeLost(text, failure.worker, cause)
 
     def take_results(self, node: Node, names: Sequence[str]) -> list[bytes | None]:
         address = self.nodes[node.index].address
@@ -197,7 +208,8 @@ class DaskNodes(Nodes):
             self.client, [node.address for node in nodes], function, *arguments, **options
         )
         for node in nodes:
-            if isinstance(error := answers[node.address], Exception):
+            error = answers[node.address]
+            if isinstance(error, Exception):
                 why = f"it does not answer: {type(error).__name__}: {error}"
                 raise NodeLost(f"{node} was lost: {why}", node.worker) from error
         return answers
@@ -227,7 +239,9 @@ class DaskNodes(Nodes):
             yield from _lose(node, "its worker is gone")
 
     def _find_loss(self, node: DaskNode, is_over: bool) -> str:
-        """Return why nothing more can come from a node that has not sent its end, if so."""
+        """Return why no more messages can come from a node; "" if they can. The node has not sent
+        its end.
+        """
         if is_over:
             try:
                 how = str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
@@ -244,14 +258,14 @@ class DaskNodes(Nodes):
 
 
 def _lose(node: Node, why: str) -> Iterator[tuple[Node, Any]]:
-    """Yield the messages of a node from which nothing more can come."""
+    """Yield the messages that report a lost node."""
     yield node, Failed(NodeLost(why))
     yield node, End(Outcome.FAILED)
 
 
 def _make_task(plugin: str, attempt: str, job: bytes) -> Callable[[], str]:
-    """Return what a worker does in an attempt. A job has secrets in it, and Dask shows and logs the
-    arguments of tasks, so it is none.
+    """Return the function that a worker calls in an attempt. The job is no argument of it, because
+    a job contains secrets, and Dask shows and logs the arguments of tasks.
     """
     supervise = worker.supervise
     return lambda: supervise(plugin, attempt, job)

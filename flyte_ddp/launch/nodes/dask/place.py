@@ -1,5 +1,5 @@
-"""The workers of a Dask cluster as the place of a run: which of them an attempt gets, and how it
-gets its data.
+"""The workers of a Dask cluster as the place of a run: choose the workers of an attempt, and bring
+them its data.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DaskPlace:
-    """The ranks of a run on the workers of a Dask cluster, of which each is a node."""
+    """The ranks of a run on the workers of a Dask cluster. Each worker is a node."""
 
-    client: Client  # from `cluster.open_cluster`, later one of our own if it loses its scheduler
+    client: Client  # client of `cluster.open_cluster`, or our own after the loss of its scheduler
     config: ClusterConfig
-    run_name: str = ""  # as given to `open_cluster`, to find out what missing workers wait for
+    run_name: str = ""  # name given to `open_cluster`, to find out what missing workers wait for
     # Shared with other runs that train on the cluster at the same time, each on nodes of its own
     # and with a client of its own, because a client has one handler for each kind of Dask's events.
     pool: Pool | None = None
@@ -60,14 +60,15 @@ class DaskPlace:
     # addresses of workers that have the directory of the checkpoints
     _checked: set[str] = field(default_factory=set)
     _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
-    _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of our own
+    _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # our own clients
 
     def __post_init__(self) -> None:
         config = self.config
         self._roll_call = RollCall(self.client)
         self.max_restarts = config.max_restarts
-        is_own = config.resolved_kind == "kubernetes"
-        grace = config.kubernetes.worker_grace if is_own else DEFAULT_GRACE
+        grace: float = DEFAULT_GRACE
+        if config.resolved_kind == "kubernetes":
+            grace = config.kubernetes.worker_grace
         self.notice_seconds = max(1.0, grace - CLOSE_RESERVE)
         self.larger_memory = (
             "cluster.kubernetes.worker_memory: expected more than "
@@ -81,20 +82,26 @@ class DaskPlace:
         """Return the nodes of the next attempt: all workers, or after a while as many as a smaller
         size needs.
 
-        Raises, besides what `Place` says, ConfigError if the checkpoints are in another directory
-        on one of the nodes.
+        Raises the errors of `Place`, and ConfigError if the checkpoints are in another directory on
+        one of the nodes.
         """
         if not self._code:
             self._roll_call.plugin, self._code = run.name, packed_code(run.job.program)
             if run.prepared and run.storage:
-                self._data = self.pool.data if self.pool else SharedData(run.storage)
+                if self.pool:
+                    self._data = self.pool.data
+                else:
+                    self._data = SharedData(run.storage)
         sizes = usable_sizes(run.job.program, self.config)
         workers = self._wait_for_workers(run, previous, sizes)
         self._roll_call.is_strict = False
         size = next(size for size in sizes if size <= len(workers))
-        directory = run.wait_for(run.prepared) if run.prepared else ""
+        directory = ""
+        if run.prepared:
+            directory = run.wait_for(run.prepared)
         nodes = assign_nodes(workers, size, self.config)
-        if run.storage and (new := [node for node in nodes if node.address not in self._checked]):
+        new = [node for node in nodes if node.address not in self._checked]
+        if run.storage and new:
             check_same_directory(self.client, run.storage, new)
             self._checked.update(node.address for node in new)
         growth = self._watch_for_growth(run, workers, nodes, sizes, directory)
@@ -115,15 +122,16 @@ class DaskPlace:
         self._clients.close()
 
     def _is_connected(self) -> bool:
-        """Return whether the scheduler answers, by a new client if this one's stream of events may
-        have ended with another scheduler.
+        """Return whether the scheduler answers. If it is another scheduler, connect a new client,
+        because the old client's stream of events may have ended.
 
-        Dask's own reconnection may wait for minutes on an address at which nobody answers any more,
-        and holds back for as long what is submitted.
+        Dask's own reconnection may wait for minutes on an address that no longer answers. It holds
+        submitted tasks back for as long.
         """
         if self._latest is None:
             return True
-        if not (now := scheduler_id(self.client)):
+        now = scheduler_id(self.client)
+        if not now:
             return False
         if now != self._latest.scheduler_id or self.client.status != "running":
             deadline = time.monotonic() + self.config.start_timeout
@@ -136,8 +144,8 @@ class DaskPlace:
         return True
 
     def _look_back(self, run: Run, previous: Ended | None) -> set[str]:
-        """Return the addresses of workers that are enough for the next gang: those that the watch
-        has found, or those of the last one, without the nodes that leave.
+        """Return the addresses of workers that are enough for the next gang: the workers that the
+        watch has found, or the workers of the last gang, without the nodes that leave.
         """
         if self._latest is None or previous is None:
             return set()
@@ -147,24 +155,28 @@ class DaskPlace:
             self._grown_at = time.monotonic()
         nodes = self._latest.nodes
         leaving = {node.address for node in nodes if node.departure}
-        # one that is just closing does not answer
+        # A worker that is just closing does not answer.
         self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")
         return {*(self._latest.growth.members or (node.address for node in nodes))} - leaving
 
     def _wait_for_workers(
         self, run: Run, previous: Ended | None, sizes: Sequence[int]
     ) -> list[Worker]:
-        """Return the workers for the next attempt: all, or those that `_look_back` has found as
-        soon as they are idle, or after a while as many as a smaller size needs.
+        """Return the workers for the next attempt. These are the workers of `_look_back` as soon as
+        they are idle, or all workers, or after a while as many as a smaller size needs.
         """
         expected, config, begun = self._look_back(run, previous), self.config, time.monotonic()
-        patience = config.return_timeout if config.min_nodes else config.start_timeout
+        patience = config.start_timeout
+        if config.min_nodes:
+            patience = config.return_timeout
         while True:
             run.check_stop()
             is_connected = self._is_connected()
-            workers = self._find_idle(run) if is_connected else []
+            workers = []
+            if is_connected:
+                workers = self._find_idle(run)
             if not workers and self.pool and self.pool.is_in_use():
-                begun = time.monotonic()  # it waits for its turn: no worker is missing
+                begun = time.monotonic()  # the run waits for its turn: no worker is missing
             chosen = [each for each in workers if each.address in expected]
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
@@ -174,7 +186,7 @@ class DaskPlace:
             is_gone = not is_connected and self.client.status == "closed"
             if waited > max(patience, config.start_timeout) or is_gone:
                 break
-            # At first they are about to be idle.
+            # At first the workers are about to be idle, so the waits are short.
             time.sleep(min(BEAT_INTERVAL, 0.1 + waited, max(0.1, patience - waited)))
         message = "the Dask scheduler is gone"
         if is_connected:
@@ -185,7 +197,7 @@ class DaskPlace:
     def _make_error(
         self, message: str, previous: Ended | None, is_connected: bool
     ) -> ClusterError | WorkersLost:
-        """Return the error about missing workers, with what is known of the reason."""
+        """Return the error about missing workers, with the reason if it is known."""
         reason = explain(self.config, self.run_name)
         if reason:
             message += f". {reason.rstrip('.')}"
@@ -216,7 +228,7 @@ class DaskPlace:
         """Return the watch for workers with which the gang of these nodes could be larger."""
         addresses = {node.address for node in nodes}
         if run.storage is None:
-            sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
+            sizes = [len(nodes)]  # without a store, a larger gang would have to start over
 
         def check_nodes(newcomers: Sequence[DaskNode]) -> None:
             probe = Storage(run.job.checkpoints, timeout=0)
@@ -244,38 +256,50 @@ class DaskPlace:
     def _make_jobs(
         self, run: Run, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
     ) -> list[NodeJob]:
-        """Return what each of the nodes has to do."""
-        sees_data = self._data.locate(self.client, directory, nodes) if self._data else ()
-        return [
-            NodeJob(
+        """Return the job of each of the nodes."""
+        sees_data: set[str] = set()
+        archive = ""
+        if self._data:
+            sees_data = self._data.locate(self.client, directory, nodes)
+            archive = self._data.archive
+        results = ""
+        if run.results:
+            results = f"results-{run.name}"
+        node_jobs = []
+        for node in nodes:
+            ranks = dataclasses.replace(
+                node.ranks,
+                run_id=run.name,
+                results=results,
+                num_restarts=num_restarts,
+                max_restarts=self.max_restarts,
+            )
+            data = ""
+            if node.address in sees_data:
+                data = directory
+            node_job = NodeJob(
                 job=job,
-                ranks=dataclasses.replace(
-                    node.ranks,
-                    run_id=run.name,
-                    results=f"results-{run.name}" if run.results else "",
-                    num_restarts=num_restarts,
-                    max_restarts=self.max_restarts,
-                ),
+                ranks=ranks,
                 driver_timeout=self.config.node_timeout,
                 environment=node.environment,
                 storage=storage_environment(),
-                data=directory if node.address in sees_data else "",
-                data_archive=self._data.archive if self._data else "",
+                data=data,
+                data_archive=archive,
                 start_timeout=self.config.start_timeout,
                 prints_lines=not has_own_terminal(self.client, self.config),
             )
-            for node in nodes
-        ]
+            node_jobs.append(node_job)
+        return node_jobs
 
 
 def has_own_terminal(client: Client, config: ClusterConfig) -> bool:
-    """Return whether the workers are processes of this one, whose terminal they have."""
+    """Return whether the workers are children of this process, and share its terminal."""
     return config.resolved_kind == "local" or isinstance(client.cluster, LocalCluster)
 
 
 def _make_preparation(plugin: str, message: bytes) -> Callable[..., None]:
-    """Return what a worker does that may join the gang. A job has secrets in it, and Dask logs the
-    arguments of a function that fails, so it is none.
+    """Return the function that a worker calls before it joins the gang. The job in `message` is no
+    argument of it: a job contains secrets, and Dask logs the arguments of a failed function.
     """
     call = worker.call
     return lambda dask_worker: call(plugin, "prepare", message, dask_worker=dask_worker)
@@ -300,8 +324,8 @@ def check(program: Program, config: ClusterConfig) -> None:
 
 
 def usable_sizes(program: Program, config: ClusterConfig) -> list[int]:
-    """Return the numbers of nodes at which the run may go on, largest first: those that split the
-    batch evenly.
+    """Return the numbers of nodes that split the batch evenly, largest first. The run may go on at
+    each of them.
     """
     sizes = []
     for num_nodes in range(config.num_nodes, config.enough_nodes - 1, -1):

@@ -22,18 +22,18 @@ class Worker:
     name: str
     host: str
     num_cores: int
-    gpus: tuple[str, ...]  # that it may use, as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...]  # GPUs that it may use, in the names of CUDA_VISIBLE_DEVICES
     has_plugin: bool
-    is_busy: bool = False  # with whatever else runs on the cluster
-    shares_host: bool = False  # with other workers, and so perhaps its GPUs
-    # an agent of this run waits here: its memory may have a state, or it has prepared for ranks
+    is_busy: bool = False  # another task on the cluster uses it
+    shares_host: bool = False  # other workers use its host, and perhaps its GPUs
+    # An agent of this run waits here: its memory may have a state, or it has prepared for ranks.
     has_agent: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
 class DaskNode(Node):
-    """A worker that takes part in an attempt. Its name stays the same when it starts anew, unlike
-    its address.
+    """A worker that takes part in an attempt. When it starts anew, its name stays the same, and its
+    address changes.
     """
 
     address: str
@@ -41,17 +41,17 @@ class DaskNode(Node):
     environment: dict[str, str]
     has_plugin: bool
     last_message_at: float = 0.0  # monotonic
-    is_started: bool = False  # its agent has sent a message
+    is_started: bool = False  # the agent has sent a message
 
 
 def assign_nodes(
     workers: Sequence[Worker], num_nodes: int, config: ClusterConfig
 ) -> list[DaskNode]:
-    """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still
-    open.
+    """Return `num_nodes` of the workers as nodes, with their ranks. The place where the ranks meet
+    is still open.
 
-    Those that have an agent are chosen first. Workers on one host are neighbours, so that
-    their ranks are too. Hosts and workers are sorted by the workers' names: a node that comes back
+    Workers with an agent are chosen first. Workers on one host are neighbours, so their ranks are
+    neighbours too. Hosts and workers are sorted by the workers' names. So a node that comes back
     elsewhere gets its ranks back.
 
     Raises:
@@ -69,13 +69,15 @@ def assign_nodes(
     nodes: list[DaskNode] = []
     for index, each in enumerate(chosen):
         neighbours = [other for other in chosen if other.host == each.host]
+        num_threads = config.threads_per_rank
+        if not num_threads:
+            num_threads = max(1, each.num_cores // len(neighbours) // config.ranks_per_node)
         ranks = NodeRanks(
             first_rank=index * config.ranks_per_node,
             num_ranks=config.ranks_per_node,
             world_size=num_nodes * config.ranks_per_node,
             use_gpus=config.gpus_per_node > 0,
-            num_threads=config.threads_per_rank
-            or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
+            num_threads=num_threads,
             node_rank=index,
             num_nodes=num_nodes,
             has_set_threads=config.threads_per_rank > 0,
@@ -99,7 +101,7 @@ def _gpu_environment(
     each: Worker, neighbours: list[Worker], config: ClusterConfig
 ) -> dict[str, str]:
     """Return the variable that gives the node its own GPUs. Workers of one host that see the same
-    ones share them.
+    GPUs share them.
 
     A worker alone on its host, such as a pod, has its GPUs to itself and needs no variable.
     """
@@ -109,10 +111,13 @@ def _gpu_environment(
     start = sharers.index(each) * config.gpus_per_node
     gpus = each.gpus[start : start + config.gpus_per_node]
     if len(gpus) < config.gpus_per_node:
-        hint = "" if each.gpus else f". {MISSING_GPUS_HINT}"
+        hint = ""
+        if not each.gpus:
+            hint = f". {MISSING_GPUS_HINT}"
+        found, num_sharers = len(each.gpus), len(sharers)
         raise ConfigError(
-            f"gpus_per_node: expected at most {len(each.gpus) // len(sharers)}, because worker "
-            f"{each.name} at {each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, "
+            f"gpus_per_node: expected at most {found // num_sharers}, because worker "
+            f"{each.name} at {each.host} sees {found} GPUs for {num_sharers} workers, "
             f"got {config.gpus_per_node}{hint}"
         )
     if len(neighbours) > 1 or each.shares_host:

@@ -17,22 +17,22 @@ from flyte_ddp.launch.nodes.dask.placement import Worker
 
 @dataclass(eq=False)
 class Pool:
-    """The workers of a cluster, of which each run takes some, and the data that all runs need."""
+    """The workers of a cluster, which runs claim, and the data that all runs need."""
 
     data: SharedData
-    # by the run that holds them
+    # workers that each run holds, by the name of the run
     _claims: dict[str, list[Worker]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def claim(
         self, run: str, workers: Sequence[Worker], num_gpus: int, num_nodes: int = 1
     ) -> list[Worker]:
-        """Return `num_nodes` idle workers that are `run`'s own until it releases them; none if
+        """Return `num_nodes` idle workers that belong to `run` until it releases them; none if
         there are fewer.
 
-        They have their share of their hosts: the cores are split evenly among the `workers` there,
-        which are all that answer, and of GPUs that several of them see each has `num_gpus` that no
-        other uses.
+        Each worker gets its share of its host. The cores are split evenly among the `workers`
+        there, which are all workers that answer. If several workers see the same GPUs, each gets
+        `num_gpus` that no other worker uses.
         """
         with self._lock:
             taken = [each for claim in self._claims.values() for each in claim]
@@ -44,7 +44,7 @@ class Pool:
                 in_use = {gpu for other in others if other.host == each.host for gpu in other.gpus}
                 gpus = tuple(gpu for gpu in each.gpus if gpu not in in_use)
                 if len(gpus) < num_gpus <= len(each.gpus):
-                    continue  # in use by a neighbour
+                    continue  # a neighbour uses the GPUs
                 claim.append(dataclasses.replace(each, gpus=gpus[:num_gpus]))
                 if len(claim) == num_nodes:
                     break
@@ -52,7 +52,7 @@ class Pool:
                 return []
             hosts, own = [each.host for each in workers], [each.host for each in claim]
             shares = {host: own.count(host) / hosts.count(host) for host in own}
-            # which a gang splits among its nodes there
+            # A gang splits the cores among its nodes on the host.
             self._claims[run] = [
                 dataclasses.replace(each, num_cores=max(1, int(each.num_cores * shares[each.host])))
                 for each in claim

@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RollCall:
-    """The workers that answer and run the same versions as this process. Sets of workers are of
+    """The workers that answer and run the same versions as this process. A set of workers contains
     their addresses.
     """
 
     client: Client
     plugin: str = ""  # the name of the run's plugin in the workers
-    # raise for a worker with other versions; later, in mid-run, leave it out
+    # raise for a worker with other versions; in the middle of a run, leave it out instead
     is_strict: bool = True
-    known: set[str] = field(default_factory=set)  # were found to have our versions
+    known: set[str] = field(default_factory=set)  # workers with our versions
     # why a worker cannot take part, by its address
     unfit: dict[str, str] = field(default_factory=dict)
 
@@ -73,9 +73,10 @@ class RollCall:
         # Dask's own function: one of ours could not even be unpickled by another Python.
         for address, answer in call_workers(self.client, new, get_versions, ["torch"]).items():
             if isinstance(answer, Exception):
-                continue  # it does not answer, and is asked again
+                continue  # a worker that does not answer is asked again
             theirs = _comparable(answer)
-            if differing := [package for package in ours if theirs[package] != ours[package]]:
+            differing = [package for package in ours if theirs[package] != ours[package]]
+            if differing:
                 why = (
                     f"cluster: expected workers with {differing[0]} {ours[differing[0]]}, as in "
                     f"this process and its image, got {theirs[differing[0]]} on worker "
@@ -89,8 +90,8 @@ class RollCall:
 
 
 def own_versions() -> dict[str, str]:
-    """Return what must be the same here and in the workers, because pickles and collectives cross
-    between them.
+    """Return the versions that must be the same here and in the workers, because pickles and
+    collectives cross between them.
     """
     return _comparable(get_versions(["torch"]))
 

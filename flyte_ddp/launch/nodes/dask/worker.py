@@ -1,11 +1,11 @@
 """The driver's presence in a Dask worker: a plugin that runs the node's agent and passes
 messages up and down.
 
-It travels by value, code and all, because the worker may have another version of this package, or
-none. So it imports nothing from here but what travels alike, and a variable's name. All that knows
-of training runs in a process of its own (node.py) from the code that the plugin brings along. That
-process runs one attempt after another. It dies with the worker's: it reads its commands from a
-connection, and that ends.
+It travels by value, with its code, because the worker may have another version of this package, or
+none. So it imports only modules that travel in the same way, and constants. The training runs in a
+process of its own (launch/agent/main.py) from the code that the plugin brings along. This process
+runs one attempt after another. It dies with the worker's process, because the connection from which
+it reads commands then ends.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ END_GRACE = 2 * KILL_GRACE
 # itself.
 DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-# The standard library comes first, so that no module of a user's takes the place of one of its:
-# neither in the working directory nor on the worker's path. Then the shipped code, before what is
-# installed here, maybe of another version.
+# The standard library comes first, so that no user's module takes the place of a standard module:
+# neither in the working directory nor on the worker's path. Then comes the shipped code, before the
+# installed packages, which may have another version of it.
 BOOTSTRAP = (
     "import importlib, os, sys; lib = os.path.dirname(os.__file__); "
     "own = [each for each in sys.path if each.startswith(lib) and '-packages' not in each]; "
@@ -69,10 +69,11 @@ class Agent:
         """Start the process.
 
         Args:
-            directories: of the run's code, of what belongs to the node, and of its files.
+            directories: the directory of the run's code, the agent's module, and the directory of
+                the node's files.
             outputs: directory for the files of a script.
         """
-        # Not its standard input and output, into which whatever it imports may print.
+        # Standard input and output are not used, because imported modules may print there.
         connection, handed_over = Pipe()
         environment = {
             name: value
@@ -89,7 +90,7 @@ class Agent:
                 stdout=sys.__stderr__,
                 env=environment,
                 pass_fds=[file],
-                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+                # A Ctrl-C on the terminal is for the driver, which asks for a last checkpoint.
                 start_new_session=True,
             )
         return cls(process, connection)
@@ -105,7 +106,7 @@ class Agent:
             send_handle(self.connection, listener.fileno(), self.process.pid)
 
     def end(self) -> None:
-        self.connection.close()  # its end makes the process kill its ranks
+        self.connection.close()  # the process then kills its ranks
         try:
             self.process.wait(END_GRACE)
         except subprocess.TimeoutExpired:
@@ -124,16 +125,16 @@ class SpareAgent:
         self._lock = threading.Lock()
 
     def take(self) -> Agent | None:
-        """Return the agent, which waits no longer; None if there is none that lives."""
+        """Return the agent, which waits no longer; None if there is no living agent."""
         with self._lock:
             agent, self.agent = self.agent, None
-        if agent and not agent.is_alive:  # nobody needed it for long
+        if agent and not agent.is_alive:  # the agent has ended after a long time without an attempt
             agent.end()
             return None
         return agent
 
     def keep(self, agent: Agent) -> bool:
-        """Let an agent wait that has ended an attempt. Return whether it may."""
+        """Let an agent wait after the end of an attempt. Return whether it may wait."""
         with self._lock:
             if self._is_over or self.agent or not agent.is_alive:
                 return False
@@ -154,13 +155,13 @@ class SpareAgent:
 class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     """One run's presence in one worker."""
 
-    name: str  # of the run, and of the plugin
-    # a zip of packages and modules, what the agent and the ranks import before all else
+    name: str  # name of the run and of the plugin
+    # zip of packages and modules that the agent and the ranks import before all others
     code: bytes
     directory: str = ""
-    outputs: str = ""  # where ranks leave the files of `outputs_directory` in launch/run.py
-    results: str = ""  # and those that they submit
-    attempt: str = ""  # the latest, the only one that may run
+    outputs: str = ""  # directory for the ranks' files of `outputs_directory` in launch/run.py
+    results: str = ""  # directory for files that the ranks submit
+    attempt: str = ""  # the latest attempt, and the only one that may run
     # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -174,7 +175,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         digest = hashlib.sha256(self.code).hexdigest()[:16]
         self.directory = os.path.join(worker.local_directory, f"code-{digest}")
         if not os.path.exists(self.directory):
-            # a full disk leaves half of the code, which no later attempt may import
+            # A full disk leaves half of the code. No later attempt may import it.
             part = f"{self.directory}.part"
             try:
                 with zipfile.ZipFile(io.BytesIO(self.code)) as archive:
@@ -183,53 +184,58 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             finally:
                 shutil.rmtree(part, ignore_errors=True)
         self.code = b""
-        # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a
-        # line every second.
+        # These are calls of their own, as in Dask's extensions. With `Client.run`, the worker would
+        # log a line every second.
         worker.handlers[self.name] = self.send_command
         worker.handlers[f"results-{self.name}"] = self.take_results
 
     def teardown(self, worker: Worker) -> None:
-        """Called when the worker closes in good order, and at the end of the run."""
+        """Clean up when the worker closes in good order, and at the end of the run."""
         worker.handlers.pop(self.name, None)
         worker.handlers.pop(f"results-{self.name}", None)
         self._clear()
         self.spare.close()
-        shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
+        # Rank 0 has copied the outputs of its node to their URL.
+        shutil.rmtree(self.outputs, ignore_errors=True)
         shutil.rmtree(self.results, ignore_errors=True)
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
-        """Prepare for an attempt, and end what is left of earlier ones here.
+        """Prepare for an attempt, and end the processes of earlier attempts here.
 
         Returns:
-            The rendezvous' host and port where `meets_here`. The port is bound now and stays so
-            until rank 0 takes it over: nobody else can get it in between.
+            The host and port of the rendezvous; port 0 unless `meets_here`. The port is bound from
+            now on until rank 0 takes it over, so no other process can take it.
         """
         self._clear()
         self.attempt = attempt
         host = get_address_host(self.worker.address)
         listener = None
+        port = 0
         if meets_here:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            family = socket.AF_INET
+            if ":" in host:
+                family = socket.AF_INET6
             listener = socket.create_server((host, 0), family=family, backlog=1024)
+            port = listener.getsockname()[1]
         self.admitted[attempt] = listener
-        return host, listener.getsockname()[1] if listener else 0
+        return host, port
 
     def prepare(self, message: bytes) -> None:
-        """Begin to let a spare agent prepare for its first attempt, if the worker has no agent."""
+        """Let a spare agent begin to prepare for its first attempt, if the worker has no agent."""
         if not (self.spare.agent or self.is_at_work):
             threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
 
     def _prepare(self, message: bytes) -> None:
         agent = self._start()
-        with contextlib.suppress(EOFError, OSError):  # it has died
+        with contextlib.suppress(EOFError, OSError):  # the agent has died
             agent.connection.send_bytes(message)
             agent.connection.recv_bytes()
         if not self.spare.keep(agent):
             agent.end()
 
     def supervise(self, attempt: str, job: bytes) -> str:
-        """Let the agent run an attempt, pass its messages on as events of a topic of this
-        name, and return how it ended.
+        """Let the agent run an attempt, pass its messages on as events of the topic `attempt`, and
+        return how it ended.
 
         Raises:
             RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again
@@ -240,36 +246,35 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
         agent = self.spare.take() or self._start()
         with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
-            # it has died, which is reported by the end of its messages
+            # If the agent has died, the end of its messages reports it.
             with contextlib.suppress(OSError):
                 agent.begin(job, listener)
-        # now, because the job is the first that it reads
+        # Only now may commands reach the agent, because it reads the job first.
         self.agents[attempt] = agent
-        if attempt != self.attempt:  # another one was admitted in the meantime
+        if attempt != self.attempt:  # another attempt was admitted in the meantime
             agent.process.kill()
         if self.leaves_at < float("inf"):
             self.announce_departure(self.leaves_at)
-        is_ready = False  # for another attempt
+        is_ready = False  # the agent can run another attempt
         try:
-            while message := agent.connection.recv_bytes():
+            # An empty message follows the last one.
+            for message in iter(agent.connection.recv_bytes, b""):
                 self.worker.log_event(attempt, {"message": message})
             is_ready = True
         except (EOFError, OSError):
-            agent.process.wait()  # it has died
+            agent.process.wait()  # the agent has died
         finally:
             self.agents.pop(attempt, None)
             if not (is_ready and self.spare.keep(agent)):
                 agent.end()
         code = agent.process.returncode or 0
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
 
     @property
     def is_at_work(self) -> bool:
-        """An attempt runs here, or is about to."""
+        """Whether an attempt runs here, or is about to."""
         return bool(self.agents or self.admitted)
 
     def announce_departure(self, leaves_at: float) -> None:
@@ -281,9 +286,10 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             self.worker.log_event(attempt, {"leaves_in": leaves_at - time.monotonic()})
 
     def send_command(self, attempt: str, command: bytes) -> None:
-        """Pass a command on to the agent, if it is there."""
-        if agent := self.agents.get(attempt):
-            with contextlib.suppress(OSError):  # it has just ended
+        """Pass a command on to the agent of the attempt, if there is one."""
+        agent = self.agents.get(attempt)
+        if agent:
+            with contextlib.suppress(OSError):  # the agent has just ended
                 agent.connection.send_bytes(command)
 
     def take_results(self, names: list[str]) -> list[bytes | None]:
@@ -300,15 +306,15 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 listener.close()
         self.admitted.clear()
         for agent in list(self.agents.values()):
-            agent.process.kill()  # its ranks kill themselves when their pipe to it ends
+            agent.process.kill()  # the ranks kill themselves when their pipe to the agent ends
 
 
-# --- What the driver runs in the worker, by value
+# --- Functions that the driver runs in the worker, by value
 # --------------------------------------------------------------------------------------------------
 
 
 def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
-    """Return what the driver has to know of this worker: whether it leaves, and fields of
+    """Return the facts that the driver needs about this worker: whether it leaves, and fields of
     `placement.Worker`.
     """
     found = dask_worker.plugins.get(plugin)
@@ -324,16 +330,16 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
 
 
 async def install(name: str, code: bytes, dask_worker: Worker) -> None:
-    """Install the plugin if it is missing. One that is there stays: its gang may train, and Dask
-    would end it for a new one.
+    """Install the plugin if it is missing. An installed plugin stays, because its gang may train,
+    and Dask would end it for a new plugin.
     """
     if name in dask_worker.plugins:
         return
     try:
-        # Made here, because Dask pickles this function by value, but its arguments by reference.
+        # The plugin is made here: Dask pickles this function by value, but arguments by reference.
         await dask_worker.plugin_add(plugin=NodePlugin(name, code), name=name, catch_errors=False)
     except BaseException:
-        dask_worker.plugins.pop(name, None)  # Dask keeps one that could not be set up
+        dask_worker.plugins.pop(name, None)  # Dask keeps a plugin that could not be set up
         raise
     await announce_departures(dask_worker)
 
