@@ -7,6 +7,7 @@ the box that a rank keeps. So no rank holds more than one file besides what it k
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -35,9 +36,9 @@ from flyte_ddp.storage import Storage
 from flyte_ddp.world import ALONE, World, call_together
 
 BoxOf = Callable[[Place, Tensor], "Box | None"]
-"""Returns the box that a rank keeps of the tensor at a place, of which it gets the shape.
+"""Returns the box of a tensor that a rank keeps, given the tensor's place and shape.
 
-None is for all of it.
+None stands for the whole tensor.
 """
 
 
@@ -52,7 +53,9 @@ def boxes_of(target_of: Callable[[Place], Any]) -> BoxOf:
 
     def box_of(place: Place, tensor: Tensor) -> Box | None:
         target = target_of(place)
-        return own_box(target) if is_split(target) and target.shape == tensor.shape else None
+        if is_split(target) and target.shape == tensor.shape:
+            return own_box(target)
+        return None
 
     return box_of
 
@@ -78,10 +81,10 @@ def assemble(
     """Return the state in the files of `entries`, with its tensors on the CPU. Every rank calls it.
 
     Args:
-        entries: the first is that of rank 0's part.
+        entries: the first entry belongs to rank 0's part.
         read: returns the contents of a file, or raises Damaged.
-        readers: the rank that reads each file, where not all can; by default the ranks take turns.
-        is_mapped: what `read` returns is mapped into memory, so that nothing of it can be kept.
+        readers: the rank that reads each file. By default the ranks take turns.
+        is_mapped: the tensors that `read` returns are mapped into memory and have to be copied.
 
     Raises:
         Damaged: on every rank, if a file is damaged.
@@ -97,7 +100,7 @@ def assemble(
             assembly = _Assembly(values, world, box_of, is_mapped)
         for reader in sorted(turn):
             assembly.add(part["pieces"], reader)
-        part["pieces"] = []  # before the next one is read
+        part["pieces"] = []  # frees the memory before the next file is read
         left = [(reader, entry) for reader, entry in left if turn[reader] is not entry]
     assert assembly is not None  # a manifest names at least one file
     return assembly.finish()
@@ -107,12 +110,15 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], Part], world: Wo
     def read_own() -> tuple[Part, str]:
         nothing: Part = {"values": None, "pieces": []}
         try:
-            return (read(entry) if entry else nothing), ""
+            if entry:
+                return read(entry), ""
+            return nothing, ""
         except Damaged as error:
             return nothing, str(error)
 
     part, damage = call_together(read_own, world)
-    if damage := world.find_text(damage):
+    damage = world.find_text(damage)
+    if damage:
         raise Damaged(damage)
     return part
 
@@ -128,14 +134,15 @@ class _Assembly:
 
     def __post_init__(self, box_of: BoxOf) -> None:
         found = [(place, each) for place, each in find_tensors(self.values) if each.is_meta]
-        self._tensors = [tensor for _, tensor in found]  # of which only shapes and types are known
-        boxes = [box_of(place, tensor) for place, tensor in found]
-        self._boxes = [
-            [range(size) for size in tensor.shape] if box is None else box
-            for tensor, box in zip(self._tensors, boxes, strict=True)
-        ]
+        self._tensors = [tensor for _, tensor in found]  # meta tensors: shapes and types alone
+        self._boxes: list[Box] = []
+        for place, tensor in found:
+            box = box_of(place, tensor)
+            if box is None:
+                box = [range(size) for size in tensor.shape]
+            self._boxes.append(box)
         self._kept: list[Tensor | None] = [None] * len(found)
-        # starts and shapes of what was read of each, which several ranks may have
+        # starts and shapes of the pieces that were read of each tensor; ranks may share a piece
         self._read: list[set[tuple[tuple[int, ...], ...]]] = [set() for _ in found]
 
     def add(self, pieces: Sequence[Piece], source: int) -> None:
@@ -146,10 +153,7 @@ class _Assembly:
         )
         if not table:
             return
-        boxes = [
-            [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
-            for _, starts, shape in table
-        ]
+        boxes = [_box_at(starts, shape) for _, starts, shape in table]
         common = [
             _overlap(self._boxes[number], box)
             for (number, _, _), box in zip(table, boxes, strict=True)
@@ -162,7 +166,7 @@ class _Assembly:
             elif num_readers[index]:
                 piece = self._new(number, boxes[index])
             else:
-                continue  # at the size that wrote them, each rank has read what it keeps
+                continue  # the reader alone keeps this piece
             if num_readers[index]:
                 world.broadcast(piece, source)
             if all(common[index]):
@@ -170,7 +174,9 @@ class _Assembly:
                 self._keep(number, piece, boxes[index], common[index], may_keep)
 
     def _keep(self, number: int, piece: Tensor, box: Box, common: Box, may_keep: bool) -> None:
-        """Keep the common box of what was read; all of it without a copy, if that may be."""
+        """Keep the common box of a piece that was read. The whole piece needs no copy, if
+        `may_keep`.
+        """
         own = self._boxes[number]
         if self._kept[number] is None and may_keep and list(common) == list(own) == list(box):
             self._kept[number] = piece
@@ -181,7 +187,7 @@ class _Assembly:
         kept[slices(common, own)] = piece[slices(common, box)]
 
     def _new(self, number: int, box: Box) -> Tensor:
-        """Return new memory for a box of a tensor; for all of it in the order of the tensor's."""
+        """Return new memory for a box of a tensor. The whole tensor keeps its strides."""
         tensor, shape = self._tensors[number], [len(each) for each in box]
         if shape == list(tensor.shape) and 0 not in tensor.stride():
             # Not `empty_like`, which imports torch's compiler and SymPy.
@@ -196,20 +202,33 @@ class _Assembly:
                 raise CheckpointError(
                     f"expected {tensor.numel()} values of a tensor in all files, got {num_values}"
                 )
-        found = (  # a rank may keep nothing of a tensor
-            self._new(number, self._boxes[number]) if kept is None else kept
-            for number, kept in enumerate(self._kept)
-        )
-        return map_tensors(self.values, lambda each: next(found) if each.is_meta else each)
+        numbers = itertools.count()
+
+        def replace(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            number = next(numbers)
+            kept = self._kept[number]
+            if kept is None:  # a rank may keep nothing of a tensor
+                return self._new(number, self._boxes[number])
+            return kept
+
+        return map_tensors(self.values, replace)
 
 
 def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
-    """Return the index of a box in the whole tensor, or in what is in the box `within`."""
-    starts = [each.start for each in within] if within else [0] * len(box)
+    """Return the index of a box in the whole tensor, or in the part at the box `within`."""
+    starts = [0] * len(box)
+    if within:
+        starts = [each.start for each in within]
     return tuple(
         slice(each.start - start, each.stop - start)
         for each, start in zip(box, starts, strict=True)
     )
+
+
+def _box_at(starts: Sequence[int], shape: Sequence[int]) -> Box:
+    return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
 
 
 def _overlap(ours: Box, theirs: Box) -> Box:
@@ -219,11 +238,13 @@ def _overlap(ours: Box, theirs: Box) -> Box:
 
 
 def fill(into: Any, state: Any, place: Place = ()) -> Any:
-    """Copy `state`, what this rank keeps of a checkpoint, into the tensors of `into`; return it
-    with these.
+    """Copy `state` into the tensors of `into`, and return the state with these tensors.
+
+    Args:
+        state: the part of a checkpoint that this rank keeps.
 
     Raises:
-        ConfigError: they have other keys or shapes, or a type that cannot hold all values.
+        ConfigError: `into` has other keys or shapes, or a type that cannot hold all values.
     """
     if are_alike(state, into):
         _check_keys(place, into, state)
@@ -233,8 +254,9 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
     if not in_mesh(into):
         return into
     local = local_part(into)
-    # what does not fit was read whole
-    target = local if getattr(local, "shape", None) == state.shape else into
+    target = into  # a tensor whose local part does not fit was read whole
+    if getattr(local, "shape", None) == state.shape:
+        target = local
     _check(place, target, state)
     with torch.no_grad():
         target.copy_(state)
@@ -259,11 +281,14 @@ def _check_keys(place: Place, into: Any, state: Any) -> None:
 
 
 def _check(place: Place, target: Any, saved: Tensor) -> None:
-    """Check that `target` has the shape of what was saved, and its type or, of floating-point
-    numbers, a wider one.
+    """Check that `target` has the shape and the type of `saved`. Floating-point numbers may have a
+    wider type.
     """
-    got: Any = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
-    if got != (shape := tuple(saved.shape)):
+    got: Any = f"a {type(target).__name__}"
+    if isinstance(target, Tensor):
+        got = tuple(target.shape)
+    shape = tuple(saved.shape)
+    if got != shape:
         raise ConfigError(
             f"session.load: {_name(place)}: expected a tensor of shape {shape}, as the checkpoint "
             f"has, got {got}"

@@ -22,11 +22,11 @@ from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.failures import describe
 
-FORMAT = 4  # of a checkpoint; another one is refused
-CHECKSUM = "xxh3_128"  # its name in a manifest
+FORMAT = 4  # the version of the file format; checkpoints of another version are refused
+CHECKSUM = "xxh3_128"  # the key of the checksum in a manifest
 READ_SIZE = 4 << 20  # bytes that are read at once; more do not fit into a core's cache
 
-Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksum
+Entry = dict[str, Any]  # a manifest's entry for a file: "file", "bytes" and a checksum
 
 
 class Damaged(Exception):
@@ -39,18 +39,18 @@ def checkpoint_name(step: int) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """Return whether `name` is that of a manifest; other files in the place are their owner's."""
+    """Return whether a file named `name` is a manifest."""
     return re.fullmatch(r"step-\d{10}\.json", name) is not None
 
 
 def is_tensors(name: str) -> bool:
-    """Return whether `name` is that of a file of tensors."""
+    """Return whether a file named `name` contains a rank's tensors."""
     return re.fullmatch(r"step-\d{10}-[0-9a-f]{8}-\d+of\d+\.pt", name) is not None
 
 
 def is_half_written(name: str) -> bool:
-    """Return whether `name` is that of a part of such a file, which a killed writer has left on a
-    local disk.
+    """Return whether a file named `name` is an incomplete manifest or file of tensors, as a killed
+    writer leaves it on a local disk.
     """
     half = re.fullmatch(r"(.+)\.[0-9a-f]{32}\.tmp", name)
     return half is not None and (is_manifest(half[1]) or is_tensors(half[1]))
@@ -68,7 +68,10 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
         manifest = json.loads(storage.read(name))
         entries, found = manifest["files"], manifest.get("format", 1)
         if found == FORMAT and entries:
-            return {**manifest, "files": [{key: each[key] for key in keys} for each in entries]}
+            files = []
+            for entry in entries:
+                files.append({key: entry[key] for key in keys})
+            return {**manifest, "files": files}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
     if not entries:
@@ -79,8 +82,8 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
 def read_file(storage: Storage, entry: Entry) -> Part:
     """Return the contents of a file of tensors.
 
-    Those of a local file stay in it, which spares two copies: they are mapped into memory. The
-    caller copies what it keeps.
+    A local file's tensors are mapped into memory, which spares two copies. The caller copies the
+    tensors that it keeps.
 
     Raises:
         Damaged: it is missing, or not what was written. The store's errors are raised as they are.
@@ -106,9 +109,9 @@ def read_file(storage: Storage, entry: Entry) -> Part:
         )
     try:
         part: Part = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
-    except Exception as error:  # of bytes that are those that were written
+    except Exception as error:  # the checksum is right, so the error is none of the storage
         what = describe(error)
-        # torch has no class for it
+        # torch has no class for this error
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(
                 f"checkpoints: {storage.join(name)} could not be read for want of memory: {what}"
@@ -135,12 +138,15 @@ def portable(state: Mapping[str, Any]) -> dict[str, Any]:
     def convert(value: torch.Tensor) -> torch.Tensor:
         value = value.detach().cpu().contiguous()
         # A view would be saved with all of the memory that it is a part of.
-        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        if value.untyped_storage().nbytes() > value.nbytes:
+            return value.clone()
+        return value
 
-    return {
-        name: convert(value) if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }
+    converted = dict(state)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            converted[name] = convert(value)
+    return converted
 
 
 def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> dict[str, Any]:
@@ -173,7 +179,10 @@ def check_file(path: str) -> tuple[int, str]:
     """Return the size and the checksum of a local file, read with little memory."""
     checksum, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(READ_SIZE))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        while True:
+            count = file.readinto(buffer)
+            if not count:
+                break
             checksum.update(buffer[:count])
             size += count
     return size, checksum.hexdigest()
@@ -186,7 +195,7 @@ class _ChecksumStream:
     file: BinaryIO
     size: int = 0
     checksum: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
-    error: OSError | None = None  # of the file
+    error: OSError | None = None  # the file's last error
 
     def write(self, data: Any) -> int:
         # the core's cache still has a piece for the checksum

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NUM_FILES = 2  # files of a rank's
-TIMEOUT = timedelta(days=20)  # for the next state to come; in milliseconds it still is a C int
-HEADER_BYTES = 512  # of a `PartSaved`, pickled
+TIMEOUT = timedelta(days=20)  # the longest wait for the next state; its milliseconds fit a C int
+HEADER_BYTES = 512  # the size of a message with a pickled `PartSaved`
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class PartSaved:
 
     turn: int  # counts the states that the attempt has saved in memory, from 1
     step: int
-    number: int  # of the part: the rank that saved it
-    num_parts: int  # of the state
+    number: int  # the rank that saved the part
+    num_parts: int  # the state has so many parts
     num_bytes: int
     checksum: str
 
@@ -124,14 +124,18 @@ class Part(PartSaved):
     """One rank's part of a state, and where it is."""
 
     file: MemoryFile
-    attempt: int  # number of the one that saved it
+    attempt: int  # number of the attempt that saved the part
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Names the state that it is a part of; the newest one's has the largest attempt and
-        turn.
+        """The name of the part's state. Of the same step, the newest state has the largest attempt
+        and turn.
         """
         return self.step, self.attempt, self.turn
+
+
+def _new_files() -> list[MemoryFile]:
+    return [MemoryFile() for _ in range(NUM_FILES)]
 
 
 @dataclass(eq=False)
@@ -139,8 +143,10 @@ class NodeMemory:
     """The parts of states in the memory of a node, from one attempt to the next."""
 
     _attempt: int = 0
-    _slots: dict[int, list[MemoryFile]] = field(default_factory=dict)  # of this attempt, by rank
-    # by attempt, rank and slot
+    _slots: dict[int, list[MemoryFile]] = field(
+        default_factory=dict
+    )  # this attempt's files by rank
+    # parts by attempt, rank and slot
     _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict)
 
     def begin(self, attempt: int, ranks: Iterable[int]) -> list[Part]:
@@ -149,15 +155,15 @@ class NodeMemory:
         """
         self._close_unused()
         self._attempt = attempt
-        # a sandbox may forbid it; macOS has none
+        # A sandbox may forbid memory files, and macOS has none.
         with contextlib.suppress(OSError, AttributeError):
-            self._slots = {rank: [MemoryFile() for _ in range(NUM_FILES)] for rank in ranks}
+            self._slots = {rank: _new_files() for rank in ranks}
         return list(self._parts.values())
 
     @property
     def held(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each part here the three numbers that name its state, its own number, and the number
-        of parts.
+        """For each part here: the three numbers that name its state, the part's number, and the
+        number of parts of the state.
         """
         return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
 
@@ -208,15 +214,15 @@ class Slots:
 
     files: InitVar[Iterable[MemoryFile]]
     rank: int
-    send: Callable[[PartSaved], None]  # to the agent
+    send: Callable[[PartSaved], None]  # sends a message to the agent
     is_copied: bool  # another node gets each part, too
-    # returns the store where the ranks meet, where there is another node
+    # returns the store where the ranks meet; unused on a single node
     open_store: Callable[[], Store]
-    # by file: what was sent of the part in it
+    # the message about the part in each file, by the file's number
     written: dict[int, PartSaved] = field(default_factory=dict)
     _turn: int = 0
-    _complete_turn: int = 0  # the newest of which the part is here and where it is copied to
-    # parts that are to be copied
+    _complete_turn: int = 0  # the newest turn that is complete here and on the node of the copy
+    # parts that wait for their copy
     _written: queue.SimpleQueue[PartSaved] | None = None
 
     def __post_init__(self, files: Iterable[MemoryFile]) -> None:
@@ -282,7 +288,7 @@ def receive_copies(
     import torch
 
     files = [MappedFile(file) for file in given]
-    # one of the two ranks, or that with the store, has ended
+    # A RuntimeError means that one of the two ranks, or the rank with the store, has ended.
     with contextlib.suppress(RuntimeError):
         store = open_store().clone()
         store.wait([_name_copies(source)], TIMEOUT)
@@ -315,8 +321,6 @@ def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
     if num_nodes == 1:
         return "this node's memory"
     *others, last = sorted(set(nodes))
-    return (
-        f"the memory of nodes {', '.join(map(str, others))} and {last}"
-        if others
-        else f"node {last}'s memory"
-    )
+    if others:
+        return f"the memory of nodes {', '.join(map(str, others))} and {last}"
+    return f"node {last}'s memory"

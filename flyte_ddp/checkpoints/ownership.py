@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Owner:
     """The contents of `owner.json`."""
 
-    token: str  # of the process that drives the run
+    token: str  # identifies the process that drives the run
     run: str  # the same for all attempts of a run: Flyte's execution and node; "" for a local run
     host: str
     machine: str  # names the kernel and the process namespace that `pid` belongs to
@@ -62,21 +62,23 @@ class Owner:
             return True
         if self.machine and self.machine == _read_machine():
             return _read_start(self.pid) != self.process_start
-        return True if run and self.run == run else None
+        if run and self.run == run:
+            return True
+        return None
 
     def __str__(self) -> str:
-        return (
-            f"{f'run {self.run}' if self.run else f'process {self.pid}'} on {self.host} since "
-            f"{self.since}"
-        )
+        name = f"process {self.pid}"
+        if self.run:
+            name = f"run {self.run}"
+        return f"{name} on {self.host} since {self.since}"
 
 
 class Ownership:
     """As a context manager: the place at `url` belongs to this run inside the block.
 
     Args:
-        run: names the run, the same for all its attempts; "" for a local run, which is its process.
-        store_timeout: seconds that the run itself waits for a store that is away: it may be alive
+        run: the run's name, the same for all its attempts; "" for a local run.
+        store_timeout: seconds that the run waits for a store that is away. A run may be alive
             without a sign of life for that long.
 
     Raises:
@@ -85,17 +87,21 @@ class Ownership:
     """
 
     def __init__(self, url: str, run: str, store_timeout: float, output: str = "") -> None:
-        self._field, self._place = ("output", output) if output else ("checkpoints", url)
+        self._field, self._place = "checkpoints", url
+        if output:
+            self._field, self._place = "output", output
         self._storage = Storage(url, timeout=store_timeout)
         self._beats = Storage(url, timeout=0)
+        pid = os.getpid()
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._owner = Owner(
             token=uuid.uuid4().hex,
             run=run,
             host=socket.gethostname(),
             machine=_read_machine(),
-            pid=os.getpid(),
-            process_start=_read_start(os.getpid()),
-            since=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            pid=pid,
+            process_start=_read_start(pid),
+            since=since,
             beat_at=time.time(),
             lease=store_timeout + 3 * BEAT_INTERVAL,
         )
@@ -175,7 +181,9 @@ def check_owner(storage: Storage, token: str) -> None:
     """Raise ConfigError if the place of `storage` does not belong to the run with this token any
     more; "" is the token of a place that nothing else uses.
     """
-    owner = read_owner(storage)[1] if token else None
+    owner = None
+    if token:
+        owner = read_owner(storage)[1]
     if owner and (owner.token != token or owner.released):
         raise ConfigError(
             f"checkpoints: {redact_url(storage.url)} belongs to {owner} now, so this process "
@@ -202,4 +210,6 @@ def _read_start(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+    if fields[0] in (b"Z", b"X"):
+        return ""
+    return fields[19].decode()

@@ -1,8 +1,8 @@
 """The ranks that each write a part of every checkpoint, as their writing threads see each other.
 
-By the store where the ranks met, because a collective outside the training's thread would meet
-those of the training. Rank 0 chooses the state that is written next, the others follow, and their
-entries come back to it for the manifest.
+The ranks use the store where they met, because a collective outside the training's thread would
+meet the training's collectives. Rank 0 chooses the state that is written next. The other ranks
+follow, and send their entries to rank 0 for the manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Peers:
     Every method raises StorageUnavailable if the store is gone, which is with rank 0's process.
     """
 
-    world: World  # for collectives of the training's thread
+    world: World  # the ranks; the training's thread alone calls its collectives
     # The rendezvous; None for a rank alone. Only calls that return at once are made: others would
     # keep the collectives from it.
     store: Store | None = None

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best, and those of which this process knows nothing."""
+"""Which checkpoints stay: the newest, the best, and the checkpoints that other processes wrote."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from flyte_ddp.storage import Storage
 class Retention:
     """Deletes what newer checkpoints replace."""
 
-    storage: Storage  # of the checkpoints, in which a failed try is not repeated
+    storage: Storage  # the place of the checkpoints; it does not repeat a failed try
     num_kept: int  # newest checkpoints that stay; the best one stays besides
-    owner: str  # as of `CheckpointStore`
+    owner: str  # the owner's token, see `CheckpointStore`
     resumed: str = ""  # the manifest that the run goes on from; older ones are its own
     # the manifests of the run, by name: written or read here, or older than what it goes on from
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -54,8 +54,9 @@ class Retention:
             keeps_best: the best one stays too.
         """
         self.num_kept, num_before = 1, len(self.own)
-        for manifest in () if keeps_best else self.own.values():
-            manifest["best"] = False
+        if not keeps_best:
+            for manifest in self.own.values():
+                manifest["best"] = False
         if self.own:
             self.prune(max(self.own))
         return len(self.own) < num_before
@@ -65,7 +66,7 @@ class Retention:
         names = set(self.storage.names())
         for name in filter(is_manifest, names):
             if name <= self.resumed and name not in self.own:
-                with contextlib.suppress(ConfigError, Damaged):  # it stays
+                with contextlib.suppress(ConfigError, Damaged):  # an unreadable manifest stays
                     self.own[name] = read_manifest(self.storage, name)
         others = set(filter(is_manifest, names)) - self.own.keys()
         self.own = {name: manifest for name, manifest in self.own.items() if name in names}

@@ -35,7 +35,10 @@ class StagingMemory:
         """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, and the
         memory it is in. Whoever uses the copy has to keep both.
         """
-        copy = _Copy(self._free.pop() if self._free else [])
+        free: list[UntypedStorage] = []
+        if self._free:
+            free = self._free.pop()
+        copy = _Copy(free)
         copied = map_tensors(state, copy.add)
         for device in copy.devices:
             torch.cuda.current_stream(device).synchronize()  # copies into pinned memory run on

@@ -1,11 +1,11 @@
 """A run's state as it is saved: nested plain values, and pieces of tensors.
 
-A rank's part of a state is one file. It has the pieces that this rank saves, each with its place in
-the whole tensor. Rank 0's part also has the values, in which a tensor without contents stands for
-each whole one. A state that no rank shares is the case of one part: each piece is a whole tensor.
+A rank's part of a state is one file. It contains the pieces that this rank saves, each with its
+place in the whole tensor. Rank 0's part also contains the values. In the values a tensor without
+contents stands for each whole tensor. The state of a single process has one part, whose pieces are
+whole tensors.
 
-Tensors are split by DTensors: those of FSDP2, tensor parallelism, or
-`torch.distributed.checkpoint.state_dict`.
+FSDP2, tensor parallelism and `torch.distributed.checkpoint.state_dict` split tensors as DTensors.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MAX_INT_BITS = 255 * 8 - 1
 
 Place = tuple[Any, ...]  # the keys that lead to a tensor in a state
 Box = Sequence[range]  # a piece of a tensor: the indices in each dimension
-# the number of the whole tensor among those of the state, where the piece starts in each dimension,
-# and its contents
+# the number of the whole tensor in the state, where the piece starts in each dimension, and the
+# piece's contents
 Piece = tuple[int, list[int], Tensor]
 Take = Callable[[Tensor], Any]  # returns what is saved in a tensor's place
 
@@ -57,11 +57,11 @@ class Part(TypedDict):
 
 
 def collect(state: Any, is_first: bool = True) -> Part:
-    """Return what a rank saves of `state`: its own piece of every split tensor, and on the first
-    rank all the rest. Copies no more than it has to.
+    """Return the part of `state` that a rank saves: its own piece of every split tensor, and on the
+    first rank all other values. Copies tensors only where needed.
 
-    NumPy's scalars become Python's, its arrays tensors, and every mapping a dict. A piece that
-    several ranks have is the first one's.
+    NumPy's scalars become Python's, its arrays become tensors, and every mapping becomes a dict. If
+    several ranks have the same piece, the first of them saves it.
 
     Raises:
         ConfigError: something could not be read back, because `torch.load` would have to run code
@@ -81,23 +81,28 @@ def collect(state: Any, is_first: bool = True) -> Part:
         if is_mine and own.numel():
             # `torch.save` refuses tensors of two types that share their memory
             first = types.setdefault(own.untyped_storage().data_ptr(), own.dtype)
-            own = own if first == own.dtype else own.detach().clone()
+            if first != own.dtype:
+                own = own.detach().clone()
             pieces.append((number, [each.start for each in box], own))
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     values = _read(state, "", take)
-    return {"values": values if is_first else None, "pieces": pieces}
+    if not is_first:
+        values = None
+    return {"values": values, "pieces": pieces}
 
 
 def count_bytes(state: Any) -> int:
-    """Return the bytes of a state's tensors, of split ones of this rank's pieces."""
+    """Return the bytes of a state's tensors. Of split tensors, this rank's pieces count."""
     return sum(piece.nbytes for _, _, piece in collect(state)["pieces"])
 
 
 def _read(value: Any, place: str, take: Take) -> Any:
-    """Return `value` as it can be read back. `place` is where it is in the state, for errors."""
+    """Return `value` in a form that can be read back. Errors name its `place` in the state."""
     if type(value) in SCALARS and not (type(value) is int and value.bit_length() > MAX_INT_BITS):
-        return bytearray(value) if type(value) is bytearray else value
+        if type(value) is bytearray:
+            return bytearray(value)
+        return value
     if isinstance(value, Tensor):
         is_known = type(value) in TENSORS or is_split(value)
         if not is_known or value.is_nested or value.is_meta:
@@ -117,19 +122,23 @@ def _read_numpy(value: Any, place: str, take: Take) -> Any:
     if numpy and isinstance(value, numpy.generic) and type(value.item()) in SCALARS:
         return value.item()
     if numpy and isinstance(value, numpy.ndarray) and not isinstance(value, numpy.ma.MaskedArray):
-        with contextlib.suppress(TypeError):  # a kind of value that torch has not
+        with contextlib.suppress(TypeError):  # torch may not know this kind of value
             return take(torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C")))
     raise _unreadable(value, place)
 
 
 def _read_mapping(values: Mapping[Any, Any], place: str, take: Take) -> dict[Any, Any]:
-    found: dict[Any, Any] = OrderedDict() if isinstance(values, OrderedDict) else {}
+    found: dict[Any, Any] = {}
+    if isinstance(values, OrderedDict):
+        found = OrderedDict()
     for key, value in values.items():
-        found[_read(key, place, _copy)] = _read(
-            value, f"{place}[{key!r}]" if place else str(key), take
-        )
-    # a module's state dict: the versions of its modules' formats
-    if metadata := getattr(values, "_metadata", None):
+        inner_place = str(key)
+        if place:
+            inner_place = f"{place}[{key!r}]"
+        found[_read(key, place, _copy)] = _read(value, inner_place, take)
+    # A module's state dict notes the versions of its modules' formats.
+    metadata = getattr(values, "_metadata", None)
+    if metadata:
         vars(found)["_metadata"] = _read(metadata, f"{place}._metadata", take)
     return found
 
@@ -160,7 +169,9 @@ def map_tensors(state: Any, function: Take) -> Any:
         return ordered
     if isinstance(state, NESTED):
         return map_entries(state, lambda key, each: map_tensors(each, function))
-    return function(state) if isinstance(state, Tensor) else state
+    if isinstance(state, Tensor):
+        return function(state)
+    return state
 
 
 def map_entries(values: Any, function: Callable[[Any, Any], Any]) -> Any:
@@ -172,7 +183,9 @@ def map_entries(values: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 def entries_of(values: Any) -> Mapping[Any, Any]:
     """Return the values in a dict, list or tuple by their keys or numbers."""
-    return values if isinstance(values, Mapping) else dict(enumerate(values))
+    if isinstance(values, Mapping):
+        return values
+    return dict(enumerate(values))
 
 
 def are_alike(one: Any, other: Any) -> bool:
@@ -193,7 +206,7 @@ def find_tensors(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor, of one that is not split all of it."""
+    """Return this rank's part of a split tensor; all of any other tensor."""
     return tensor.to_local() if is_split(tensor) else tensor  # type: ignore[no-any-return]
 
 
@@ -205,11 +218,11 @@ def is_split(value: Any) -> bool:
 
 
 def own_box(split: Any) -> Box:
-    """Return the box that this rank has of a split tensor, over any mesh; an empty one where the
-    mesh is without it.
+    """Return this rank's box of a split tensor, for any mesh. The box is empty if the mesh does not
+    contain this rank.
 
     Raises:
-        ConfigError: it is a part of a sum.
+        ConfigError: the tensor is a part of a sum.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -235,7 +248,7 @@ def in_mesh(value: Any) -> bool:
 
 
 def _is_first_copy(split: Any) -> bool:
-    """Return whether this rank is the first of those that have the same piece."""
+    """Return whether this rank is the first of the ranks with the same piece."""
     place = split.device_mesh.get_coordinate()
     return place is not None and all(
         coordinate == 0

@@ -151,8 +151,8 @@ class CheckpointStore:
         return self.storage.join(name)
 
     def save_bad(self, state: Mapping[str, Any], step: int, on_wait: Callable[[], None]) -> None:
-        """Keep `state`, that before the bad step `step`, outside retention and in place of the last
-        such one; wait until it is there. `peers` call it together.
+        """Keep the state before the bad step `step`, and wait until it is stored. It replaces the
+        last such state, and retention leaves it alone. All ranks of `peers` call this together.
 
         Raises:
             StorageUnavailable, CheckpointError, ConfigError: as `check`.
@@ -160,7 +160,9 @@ class CheckpointStore:
         world = self.peers.world
         name = f"bad-step-{step:010d}-{world.rank:05d}.pt"
         self.save_file(name, collect(state, world.is_first), on_wait)
-        for each in self.storage.names() if world.is_first else ():
+        if not world.is_first:
+            return
+        for each in self.storage.names():
             if each.startswith("bad-step-") and each[:19] != name[:19]:
                 self.storage.delete(each)
 
@@ -198,8 +200,8 @@ class CheckpointStore:
         """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that
         was skipped.
 
-        A damaged checkpoint is renamed to `skipped-...`, for people to look at; nothing here
-        touches it again.
+        A damaged checkpoint is renamed to `skipped-...`, so that people can look at it. Nothing
+        here touches it again.
 
         Args:
             world: the ranks that read it together; each of them calls this.
@@ -223,7 +225,10 @@ class CheckpointStore:
                 skipped.append(self.retention.set_aside(self.storage, name, damage))
             return max(filter(is_manifest, self.storage.names()), default="")
 
-        while name := world.broadcast_object(call_together(find, world)):
+        while True:
+            name = world.broadcast_object(call_together(find, world))
+            if not name:
+                break
             try:
                 state = self._read(name, world, box_of)
             except Damaged as error:
@@ -236,10 +241,10 @@ class CheckpointStore:
     def load(
         self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, is_bad: bool = False
     ) -> dict[str, Any]:
-        """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of
-        `load_latest`.
+        """Return the checkpoint of optimizer step `step`, with its tensors on the CPU.
 
         Args:
+            world, box_of: see `load_latest`.
             is_bad: load the state that `save_bad` kept for this step.
 
         Raises:
@@ -266,7 +271,9 @@ class CheckpointStore:
 
         def read() -> dict[str, Any]:
             try:
-                return read_manifest(self.storage, name) if world.is_first else {}
+                if world.is_first:
+                    return read_manifest(self.storage, name)
+                return {}
             except Damaged as damage:
                 return {"damage": str(damage)}
 

@@ -47,8 +47,8 @@ class WriteQueue:
             self._thread = start_thread("checkpoint", self._run)
 
     def make_room(self, write: Write) -> None:
-        """Drop the states that `write` replaces, whose memory it needs. Rank 0 chooses them for all
-        ranks.
+        """Drop the states that `write` replaces, because it needs their memory. Rank 0 chooses
+        the states for all ranks.
         """
         with self._changed:
             if not self.writer.follows:
@@ -112,7 +112,9 @@ class WriteQueue:
                 while not self._waiting:
                     self._changed.wait()
                 follows = self.writer.follows and self._waiting[0].has_manifest
-            number, name = self.writer.peers.announced(0) if follows else (0, "")
+            number, name = 0, ""
+            if follows:
+                number, name = self.writer.peers.announced(0)
             with self._changed:
                 # older ones are not written any more
                 self._waiting = [each for each in self._waiting if each.number >= number]
@@ -125,7 +127,7 @@ class WriteQueue:
             pause = min(2 * pause, BEAT_INTERVAL)  # all followers ask one process
 
     def _finish(self, write: Write) -> None:
-        write.free()  # before the wait ends
+        write.free()  # the memory is free before the wait ends
         with self._changed:
             self._current = None
             self.writer.report(bool(self._waiting), None)

@@ -112,7 +112,9 @@ class Writer:
             write.contents = buffer.getvalue()
             write.free()
         check_owner(self.sink, self.retention.owner)
-        file = self.peers.file(write.name) if write.has_manifest else write.name
+        file = write.name
+        if write.has_manifest:
+            file = self.peers.file(write.name)
         self.sink.write(file, write.contents if write.state is None else write.save_to)
         entry = {"file": file, **write.entry}
         if self.follows and write.has_manifest:
@@ -145,9 +147,11 @@ class Writer:
         """
         entries: list[Entry] = []
         for rank in range(1, self.peers.world.world_size):
-            while (announced := self.peers.announced(rank))[0] != number:
+            announced = self.peers.announced(rank)
+            while announced[0] != number:
                 self.outage = f"the shard of rank {rank} is not in place"
                 time.sleep(POLL_INTERVAL)
+                announced = self.peers.announced(rank)
             entries.append(announced[1])
             self.since = time.monotonic()
         return entries
