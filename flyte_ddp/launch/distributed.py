@@ -1,4 +1,4 @@
-"""`Distributed`: the gang of a Flyte task whose function runs in every rank, with the fields of
+"""`Distributed`: the gang of a Flyte task, whose function runs in every rank. It has the fields of
 kfpytorch's `Elastic`. Knows neither of Flyte's SDKs.
 """
 
@@ -24,13 +24,13 @@ from flyte_ddp.observers.recorder import TRACKERS
 class Distributed:
     """Run the function of a Flyte task in every rank of a gang, in torchrun's environment.
 
-    The first eight fields are those of kfpytorch's `Elastic`, in its order.
+    The first eight fields are the fields of kfpytorch's `Elastic`, in the same order.
 
     Args:
-        nnodes: machines; "1:4" for at least 1 and at most 4. One is the task's own pod and needs no
-            cluster.
-        nproc_per_node: ranks on each; "gpu" for one per GPU, "auto" for one per GPU, or two where
-            there are none.
+        nnodes: number of machines; "1:4" for at least 1 and at most 4. One machine is the task's
+            own pod and needs no cluster.
+        nproc_per_node: ranks on each machine; "gpu" for one per GPU, "auto" for one per GPU, or two
+            without GPUs.
         start_method: "spawn" or "fork", which change nothing: ranks are always fresh processes.
         monitor_interval: changes nothing: the end of a rank is noticed at once.
         max_restarts: how often all ranks start again, within one attempt of Flyte's and without a
@@ -41,25 +41,24 @@ class Distributed:
         increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if
             neither the task's `shared_memory` nor `cluster` names its size.
         run_policy: Kubeflow's, which changes nothing: the task's own `timeout` and `retries` count.
-        cluster: the machines, with the fields of `flyte_ddp.cluster.config.ClusterConfig`. What it
-            does not name follows from the task's `requests` and `limits`: they are those of each
-            machine's pod.
+        cluster: the machines, with the fields of `flyte_ddp.cluster.config.ClusterConfig`. For
+            other fields, the task's `requests` and `limits` count, for each machine's pod.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
             it counts from the first `session.report` on.
-        max_hours: of the task, all attempts together, until its ranks are asked for a last
-            checkpoint and it ends for good; 0 is no limit.
-        wandb: the project of W&B that records the run, by the key of the task's secret
-            `wandb/api_key` or of WANDB_API_KEY; "" for none, as for a function that calls W&B
+        max_hours: hours of the task, all attempts together. After that its ranks are asked for a
+            last checkpoint, and the task ends for good. 0 is no limit.
+        wandb: the project of W&B that records the run, with the key in the task's secret
+            `wandb/api_key` or in WANDB_API_KEY; "" for none, as for a function that calls W&B
             itself.
-        mlflow: instead of it, the experiment of MLflow that records the run, on the server that
-            MLFLOW_TRACKING_URI or settings.toml names, by the token of the task's secret
-            `mlflow/token` or of MLFLOW_TRACKING_TOKEN.
-        tensorboard: instead of both, a directory or URL for TensorBoard, in which each run gets
-            one.
-        allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"],
-            "addresses": ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is
-            that of the table `allowed` in the settings.toml beside this package. Without that file:
-            the kind "kubernetes" with whatever pods, and files in object stores or at https.
+        mlflow: the experiment of MLflow that records the run in place of W&B, on the server that
+            MLFLOW_TRACKING_URI or settings.toml names. The token is in the task's secret
+            `mlflow/token` or in MLFLOW_TRACKING_TOKEN.
+        tensorboard: a directory or URL for TensorBoard in place of both. Each run gets a directory
+            in it.
+        allowed: the clusters and input files that the task may use, such as {"kinds": ["existing"],
+            "addresses": ["tcp://dask:8786"], "env": ["NCCL_*"]}. For other fields, the table
+            `allowed` in the settings.toml beside this package counts. Without this file: the kind
+            "kubernetes" with any pods, and files in object stores or at https.
         results: URL for the files that `session.submit_result` sends, or a directory of the task's
             machine.
 
@@ -97,8 +96,10 @@ class Distributed:
         self.gang()
 
     def gang(self, pods: Mapping[str, Any] | None = None) -> Gang:
-        """Return where the ranks run. `cluster` need not name what `pods` has of `kubernetes`, and
-        gpus_per_node.
+        """Return the gang of the ranks.
+
+        Args:
+            pods: defaults for the cluster's field `kubernetes`, and for `gpus_per_node`.
         """
         gang = Gang(
             self.nnodes, self.nproc_per_node, self.max_restarts, self.cluster, self.stall_timeout
@@ -126,16 +127,24 @@ class Distributed:
         return dataclasses.replace(gang, cluster=values)
 
     def tracking(self) -> tuple[str, ...]:
-        """Return what records the runs, see `make_tracker`. Raises ConfigError as `find_server`."""
-        server = [find_server()] if self.mlflow else []
-        found = [(name, *server, place) for name in TRACKERS if (place := getattr(self, name))]
-        return found[0] if found else ()
+        """Return the arguments of `make_tracker`; () without a tracker. Raises ConfigError as
+        `find_server` does.
+        """
+        server = []
+        if self.mlflow:
+            server.append(find_server())
+        for name in TRACKERS:
+            place = getattr(self, name)
+            if place:
+                return (name, *server, place)
+        return ()
 
     def list_ignored(self) -> list[str]:
         """Return the fields that were given and have no meaning here."""
         default = Distributed()
         fields = ("start_method", "monitor_interval", "run_policy")
         names = [name for name in fields if getattr(self, name) != getattr(default, name)]
-        known = self.gang().needs_cluster or self.rdzv_configs == default.rdzv_configs
-        unknown = self.rdzv_configs.keys() - (default.rdzv_configs.keys() if known else set())
+        unknown = set(self.rdzv_configs)
+        if self.gang().needs_cluster or self.rdzv_configs == default.rdzv_configs:
+            unknown -= default.rdzv_configs.keys()
         return [*names, *(f"rdzv_configs.{name}" for name in sorted(unknown))]

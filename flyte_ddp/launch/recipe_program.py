@@ -1,7 +1,7 @@
 """Make the program that trains a recipe.
 
-Agents, and the ranks of a function, run programs of any kind. They do not import this module, and
-so no recipe.
+Agents, and the ranks of a function, run programs of any kind. They do not import this module, so
+they import no recipe.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flyte_ddp.storage.weights import describe_missing
 
 
 def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Program:
-    """Return the program that trains a recipe. What the config's initial state has now counts: see
+    """Return the program that trains a recipe. The present contents of the initial state count: see
     `pin_initial_state`.
 
     Args:
-        recipe: by its name, or a class that travels by value.
+        recipe: its name, or a class that travels by value.
 
     Raises:
-        ConfigError: an unknown recipe or option of it, or a place that this task may not open.
+        ConfigError: an unknown recipe or option, or a place that this task may not open.
     """
-    check_places(places_of_config(config))  # whatever made the config
+    check_places(places_of_config(config))  # for every config, whatever made it
     named = get_recipe(recipe, config.recipe_options)
     config = pin_initial_state(config)
     training = _Training(recipe, config)
@@ -57,13 +57,15 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
 
 
 def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tuple[str, ...]:
-    """Return the modules that the ranks of a recipe import, by its config, or by the fields that
-    are known so far.
+    """Return the slow modules that the ranks of a recipe import.
 
     Args:
-        recipe: None where it is not known so far.
+        config: the fields of the config, or the fields that are known so far.
+        recipe: None if it is not known yet.
     """
-    modules = ["torch", *(recipe.slow_imports if recipe else ())]
+    modules = ["torch"]
+    if recipe:
+        modules += recipe.slow_imports
     if config.get("compile") or config.get("parallel") == "fsdp":
         modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
     if (

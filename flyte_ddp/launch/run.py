@@ -1,8 +1,8 @@
 """Run a function or a script of the user's on this machine or on a Dask cluster. Imports neither
 torch nor Dask itself.
 
-`run` is dask-pytorch-ddp's `dispatch.run` and torchrun's `elastic_launch` in one: what the ranks
-find is in docs/your-own-function.md.
+`run` combines dask-pytorch-ddp's `dispatch.run` and torchrun's `elastic_launch`.
+docs/your-own-function.md describes the environment of the ranks.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class Gang:
     """Number and placement of the ranks of a run, in torchrun's terms.
 
     Args:
-        nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster. By default all
-            workers that `client` has, or without a client one machine.
-        nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one
-            per GPU, or two where there are none.
-        max_restarts: how often all ranks start again after one raised, was killed, hung or was
+        nnodes: number of machines; "1:4" for at least 1 and at most 4. One machine needs no
+            cluster. The default is all workers of `client`, or one machine without a client.
+        nproc_per_node: ranks on each machine; "gpu" for one per GPU, "cpu" for one per core, "auto"
+            for one per GPU, or two without GPUs.
+        max_restarts: how often all ranks start again after a rank raised, was killed, hung or was
             lost, without a new checkpoint in between.
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
-        client: of a Dask cluster that is there already.
+        client: client of an existing Dask cluster.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
             it counts from the first `session.report` on.
-        master_port: where the ranks of one machine meet; 0 for any free port.
+        master_port: port where the ranks of one machine meet; 0 for any free port.
 
     Raises:
         ConfigError: a value has the wrong type or range, or is given twice.
@@ -95,14 +95,17 @@ class Gang:
 
     def __post_init__(self) -> None:
         if self.nnodes is None:
-            nnodes = 1 if self.client is None else count_workers(self.client)
+            nnodes = 1
+            if self.client is not None:
+                nnodes = count_workers(self.client)
             object.__setattr__(self, "nnodes", nnodes)
         match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(self.nnodes))
-        if (
-            match is None
-            or int(match[2]) < 1
-            or int(match[1] or match[2]) not in range(1, int(match[2]) + 1)
-        ):
+        is_valid = False
+        if match:
+            most = int(match[2])
+            least = int(match[1] or most)
+            is_valid = 1 <= least <= most
+        if not is_valid:
             raise ConfigError(
                 "nnodes: expected a number of machines such as 2, or a range such as 1:4, got "
                 f"{self.nnodes!r}"
@@ -125,25 +128,27 @@ class Gang:
         return is_given or not re.fullmatch("(1:)?1", str(self.nnodes))
 
     def num_processes(self) -> int:
-        """Return the number of ranks on this machine. Raises ConfigError if one per GPU is wanted,
-        without any.
-        """
+        """Return the number of ranks on this machine. Raises ConfigError for "gpu" without GPUs."""
         if self.nproc_per_node == "gpu" and not num_gpus():
             raise ConfigError(
                 "nproc_per_node: expected a number or cpu on a machine without GPUs, got 'gpu'"
             )
         counts = {"auto": default_num_processes, "gpu": num_gpus, "cpu": num_cores}
         kind = str(self.nproc_per_node)
-        return counts[kind]() if kind in counts else int(kind)
+        if kind in counts:
+            return counts[kind]()
+        return int(kind)
 
     def cluster_config(self) -> ClusterConfig:
         """Return the cluster that the gang needs.
 
         Raises:
-            ConfigError: an unknown field or a bad value of `cluster`, or one that contradicts the
-                gang.
+            ConfigError: `cluster` has an unknown field, a bad value, or a value that contradicts
+                the gang.
         """
-        given = {} if self.cluster is None else self.cluster
+        given = self.cluster
+        if given is None:
+            given = {}
         if isinstance(given, ClusterConfig):
             return given
         check_object("cluster", given)
@@ -178,11 +183,11 @@ class Gang:
         need one.
 
         Args:
-            name: of the run, unique in a namespace; names a cluster that is made on Kubernetes.
+            name: name of the run, unique in a namespace. A new cluster on Kubernetes gets it.
 
         Raises:
-            ConfigError: before anything is started, what `program` cannot do at this size; a
-                cluster that cannot be.
+            ConfigError: before anything is started, if `program` cannot run at this size, or the
+                cluster is impossible.
             ClusterError: the cluster did not start.
         """
         if not self.needs_cluster:
@@ -200,7 +205,7 @@ class Gang:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """True if the gang starts no ranks on others."""
+        """True if the gang starts no ranks on other machines."""
         return not self.needs_cluster or (
             self.client is None and self.cluster_config().resolved_kind == "local"
         )
@@ -221,8 +226,8 @@ def count_workers(client: Client) -> int:
 class RunResult:
     """The result of `run` with `raise_errors=False`."""
 
-    value: Any  # rank 0's; None after a failure of a rank
-    error: Exception | None  # of a rank, or of `results`; None if there was none
+    value: Any  # value of rank 0; None after a failure of a rank
+    error: Exception | None  # error of a rank, or of `results`; None without an error
 
 
 def run(
@@ -248,31 +253,34 @@ def run(
         function: any function that cloudpickle can pickle; its module's code travels with it. For
             keyword arguments give a `functools.partial`.
         nnodes, nproc_per_node, max_restarts, cluster, client, stall_timeout: see `Gang`.
-        checkpoints: directory or URL for `session.save`, which all machines reach; an unfinished
-            run there goes on. Where all ranks are on this machine, the default is a directory for
-            the length of the run.
-        run_id: the same for all attempts of this run, and for no other: a retry on another machine
-            takes the place over at once, where it would wait for the lease of an attempt that was
-            killed.
+        checkpoints: directory or URL for `session.save`, which all machines reach. An unfinished
+            run there goes on. If all ranks are on this machine, the default is a directory for the
+            length of the run.
+        run_id: the same text for all attempts of this run, and for no other run. With it, a retry
+            on another machine takes the checkpoints over at once. Without it, the retry waits for
+            the lease of a killed attempt.
         listeners: receive every event of the run.
-        progress: show on standard error what `session.report` is given, and the ranks' lines.
+        progress: show the values of `session.report` and the ranks' lines on standard error.
         results: directory or URL for the files that `session.submit_result` sends, or a function
-            `results(path, data: bytes)` that is called here for each, in a thread, one at a time.
-            What it refuses is logged at once, and raised when the ranks have ended.
-        raise_errors: False for a `RunResult`, which has what would be raised, unless the run was
-            stopped.
+            `results(path, data: bytes)`. The function is called here in a thread, for one file at a
+            time. Its first error is logged at once, and raised when the ranks have ended.
+        raise_errors: False to return a `RunResult` with the error in place of raising it. A stop of
+            the run is always raised.
 
     Raises:
         ConfigError: bad input, before anything is started, such as a function that cannot be
             pickled.
-        RankFailure: a rank raised, with its number and traceback, or was killed, or hung.
-        GangLost, ClusterError: machines were lost, or never came.
+        RankFailure: a rank raised, was killed, or hung. The message has its number and traceback.
+        GangLost, ClusterError: machines were lost, or did not start.
         TrainingStopped: SIGINT or SIGTERM ended the run.
     """
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout, client=client)
     program = function_program(function, arguments, {}, stall_timeout)
-    bars = [ProgressBar()] if progress else []
-    relay = bars[0].write if bars else None
+    bars: list[ProgressBar] = []
+    relay = None
+    if progress:
+        bars.append(ProgressBar())
+        relay = bars[0].write
     state = events.RunState(keep_reports=False)
     failure: Exception | None = None
     listeners = [*bars, *listeners]
@@ -298,10 +306,10 @@ def function_program(
     """Return the program that calls `function`.
 
     Raises:
-        ConfigError: it cannot be pickled, or its call would run nothing.
+        ConfigError: `function` cannot be pickled, or its call would run nothing.
     """
     function = plain_function(function)
-    code = getattr(function, "func", function)  # of a partial
+    code = getattr(function, "func", function)  # the function in a partial
     name = getattr(code, "__qualname__", repr(code))
     call = pickle(_Call(function, tuple(arguments), keywords), function, "function")
     packages = packages_beside(code.__module__ or "__main__")
@@ -329,7 +337,7 @@ def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind_of_nothing(function: Callable[..., Any]) -> str:
-    """Return what a call of `function` would return in place of running it; "" if it runs."""
+    """Return the kind of value that a call of `function` makes unrun; "" if the call runs it."""
     if hasattr(type(function), "__dask_graph__"):
         return "a value of Dask's that is not computed"
     for code in (function, inspect.getattr_static(type(function), "__call__")):
@@ -361,8 +369,8 @@ def run_program(
     results: Destination | None = None,
     state: events.RunState | None = None,
 ) -> events.RunState:
-    """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and
-    `driver.run`.
+    """Run `program` in the ranks of `gang`, start to end. `run` and `driver.run` describe the
+    arguments and errors.
     """
     check_run_id(run_id)
     with gang.open_place(program) as place, contextlib.ExitStack() as stack:
@@ -374,8 +382,10 @@ def run_program(
 
 
 def returned_value(state: events.RunState) -> bytes:
-    """Return what rank 0's call returned, pickled: None if rank 0 ended by `os._exit(0)`."""
-    return state.finished.value if state.finished else dumps(None)
+    """Return the pickled value of rank 0's call: None if rank 0 ended by `os._exit(0)`."""
+    if state.finished is None:
+        return dumps(None)
+    return state.finished.value
 
 
 def script_program(
@@ -387,15 +397,15 @@ def script_program(
     """Return the program that runs a script as Python does, or a module as `python -m` does, with
     `arguments`.
 
-    A script is also a zip file or a directory with `__main__.py`. Of a link the target is run. Its
-    directory is shipped to every node.
+    A script is also a zip file or a directory with `__main__.py`. A link stands for its target. The
+    script's directory is shipped to every node.
 
     Args:
-        outputs: directory or URL for the files of the directory that replaces `OUTPUTS` in the
-            arguments.
+        outputs: directory or URL for output files. In the arguments, `OUTPUTS` is replaced by a
+            local directory, and its files are copied to `outputs`.
 
     Raises:
-        ConfigError: there is no such file or module.
+        ConfigError: the file or module does not exist.
     """
     packages: tuple[str, ...] = ()
     directory = name = ""
@@ -410,7 +420,9 @@ def script_program(
             raise ConfigError(
                 f"script: expected a file, or a directory with __main__.py, got {script!r}"
             )
-        directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
+        directory = str(path)
+        if not path.is_dir():
+            directory, name = str(path.parent), path.name
     call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
     name = Path(script).name or Path(directory).name
     return Program(name, dumps(call), packages, directory)
@@ -420,7 +432,7 @@ def command_program(command: Sequence[str]) -> Program:
     """Return the program that runs another program, with its arguments, in a process of every rank.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the other program does not exist.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
@@ -437,10 +449,12 @@ class _Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> bytes:
-        function = plain_function(self.function)  # a name may be that of the wrapper again
+        function = plain_function(self.function)  # a name may stand for the wrapper again
         value = _call_to_exit(functools.partial(function, *self.arguments, **self.keywords))
         _check_value(value)
-        return dumps(value) if os.environ["RANK"] == "0" else b""
+        if os.environ["RANK"] != "0":
+            return b""
+        return dumps(value)
 
 
 @dataclass(frozen=True)
@@ -454,26 +468,27 @@ class _Script:
 
     script: str
     directory: str  # "" for a module
-    name: str  # of the file in it; "" for the directory itself
+    name: str  # name of the file in the directory; "" for the directory itself
     arguments: tuple[str, ...]
     working_directory: str
     outputs: str = ""
 
     def __call__(self) -> bytes:
         with outputs_directory(self.outputs) as outputs:
-            self._run(
-                [each.replace(OUTPUTS, outputs) if outputs else each for each in self.arguments]
-            )
+            arguments = list(self.arguments)
+            if outputs:
+                arguments = [each.replace(OUTPUTS, outputs) for each in arguments]
+            self._run(arguments)
         return b""
 
     def _run(self, arguments: Sequence[str]) -> None:
         shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
-        directory = shipped if self.directory and shipped.is_dir() else Path(self.directory)
-        file = directory / self.name
-        main, given = (
-            each if self.name else each / "__main__.py"
-            for each in (file, Path(self.directory, self.name))
-        )
+        directory = Path(self.directory)
+        main_name = self.name or "__main__.py"
+        given = directory / main_name
+        if self.directory and shipped.is_dir():
+            directory = shipped
+        file, main = directory / self.name, directory / main_name
         is_here = not self.directory or (
             given.is_file() and given.read_bytes() == main.read_bytes()
         )
@@ -481,8 +496,10 @@ class _Script:
             os.chdir(self.working_directory)
         elif self.directory:
             os.chdir(directory)
-        sys.argv = [self.script if is_here else str(file), *arguments]
-        # As under torchrun, what lies in the working directory hides no installed package.
+        sys.argv = [str(file), *arguments]
+        if is_here:
+            sys.argv[0] = self.script
+        # Files in the working directory hide no installed package, as under torchrun.
         others = [entry for entry in sys.path if entry not in ("", self.working_directory)]
         run: Callable[[], object]
         if not self.directory:
@@ -492,10 +509,13 @@ class _Script:
             )
         else:
             place = os.path.abspath(self.script)
-            # Python resolves no link in __file__
-            place = place if os.path.realpath(place) == str(file) else str(file)
-            importer = pkgutil.get_importer(place)  # of a directory or a zip file
-            sys.path[:] = [place if importer else str(directory), *others, self.working_directory]
+            if os.path.realpath(place) != str(file):  # Python resolves no link in __file__
+                place = str(file)
+            importer = pkgutil.get_importer(place)  # None unless it is a directory or a zip file
+            first = str(directory)
+            if importer:
+                first = place
+            sys.path[:] = [first, *others, self.working_directory]
             run = functools.partial(_run_as_main, place, importer)
         _call_to_exit(run)
 
@@ -505,12 +525,14 @@ def outputs_directory(url: str) -> Iterator[str]:
     """Yield a directory of this machine in a rank, and copy its files to `url` when rank 0 leaves
     the block.
 
-    All ranks of a node have the same one. A local `url` is that directory itself; "" yields "".
+    All ranks of a node get the same directory. A local `url` is the directory itself. "" yields "".
 
     Raises:
         StorageUnavailable, StorageDenied: the files cannot be copied.
     """
-    directory = os.environ[OUTPUTS_VARIABLE] if "://" in url else url
+    directory = url
+    if "://" in url:
+        directory = os.environ[OUTPUTS_VARIABLE]
     if directory:
         os.makedirs(directory, exist_ok=True)
     yield directory
@@ -526,35 +548,35 @@ def outputs_directory(url: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Command:
-    """A run of a program that is no script of Python's, in the caller's directory where the machine
-    has it.
+    """A run of a program that is no Python script. It runs in the caller's directory if the machine
+    has this directory.
     """
 
     command: tuple[str, ...]
     working_directory: str
 
     def __call__(self) -> bytes:
-        directory = self.working_directory if os.path.isdir(self.working_directory) else None
+        directory = None
+        if os.path.isdir(self.working_directory):
+            directory = self.working_directory
         process = subprocess.Popen(self.command, cwd=directory)
         for name in STOP_SIGNALS:
             signal.signal(signal.Signals[name], lambda number, frame: process.send_signal(number))
-        if code := process.wait():
-            sys.exit(code if code > 0 else 128 - code)
+        code = process.wait()
+        if code < 0:
+            code = 128 - code
+        if code:
+            sys.exit(code)
         return b""
 
 
 def _run_as_main(file: str, importer: Any) -> None:
-    """Run a script as Python itself does: what it started may use its module until the process
-    ends.
-    """
+    """Run a script as Python itself does. Its threads may use its module until the process ends."""
     main: Any = types.ModuleType("__main__")
     if importer:
         main.__spec__ = importer.find_spec("__main__")
-        main.__file__, main.__loader__, main.__package__ = (
-            main.__spec__.origin,
-            main.__spec__.loader,
-            "",
-        )
+        main.__file__, main.__loader__ = main.__spec__.origin, main.__spec__.loader
+        main.__package__ = ""
         code = main.__loader__.get_code("__main__")
     else:
         main.__file__, main.__loader__ = file, SourceFileLoader("__main__", file)
@@ -564,8 +586,8 @@ def _run_as_main(file: str, importer: Any) -> None:
 
 
 def _call_to_exit(call: Callable[[], T]) -> T | None:
-    """Return what `call` returns; None if it exits with code 0. Raises SystemExit if it exits with
-    another one.
+    """Return the value of `call`; None if it exits with code 0. Raises SystemExit if it exits with
+    another code.
     """
     try:
         return call()

@@ -30,14 +30,14 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import check_url
 
-# By these the agents that torchrun needs on every machine find each other. Here one command starts
-# all machines.
+# With these flags, torchrun's agents on the machines find each other. Here one command starts all
+# machines.
 RENDEZVOUS = (
     *("--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
 )
-# The other flags of torchrun: why each is refused; "" for those that are accepted and change
-# nothing.
+# The other flags of torchrun, each with the reason why it is refused. A flag with "" is accepted
+# and changes nothing.
 OTHERS = {
     "--duplicate-stderr-filters": "",
     "--duplicate-stdout-filters": "",
@@ -62,8 +62,8 @@ OTHERS = {
         "each rank sees all GPUs of its machine, and takes the one with the number LOCAL_RANK"
     ),
 }
-SWITCHES = ("--run-path", "--virtual-local-rank")  # among the others
-# likewise
+SWITCHES = ("--run-path", "--virtual-local-rank")  # flags in OTHERS without a value
+# torchrun's variables that are accepted and change nothing
 VARIABLES = (
     "PYTHON_EXEC",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
@@ -129,11 +129,15 @@ def main(arguments: Sequence[str]) -> int:
     add_run_options(parser)
     options = parser.parse_args(arguments)
     gang, program = read_gang(options), read_program(options)
-    # what the ranks print is this command's output, as torchrun's
+    # The output of the ranks is the output of this command, as under torchrun.
     listeners, relay = make_observers(options, program.name, ProgressBar(lines=sys.stdout))
     check_place(gang)
-    if note := note_without_effect(options):
+    note = note_without_effect(options)
+    if note:
         print_line(note)
+    resume = ""
+    if options.checkpoints:
+        resume = resume_command()
     return end_as_shell(
         lambda: run_program(
             program,
@@ -145,12 +149,12 @@ def main(arguments: Sequence[str]) -> int:
             results=options.results or None,
         ),
         options.max_hours,
-        resume_command() if options.checkpoints else "",
+        resume,
     )
 
 
 def check_place(gang: Gang) -> None:
-    """Raise ConfigError for a cluster that settings.toml does not allow the pod of a task."""
+    """Raise ConfigError for a cluster that settings.toml does not allow in the pod of a task."""
     # In a pod, beside a settings.toml, this is the code of a registered version.
     if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
         check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
@@ -159,21 +163,23 @@ def check_place(gang: Gang) -> None:
 def end_as_shell(
     call: Callable[[], object], max_hours: float = 0.0, resume: str | None = None
 ) -> int:
-    """Call `call` for at most so many hours, and return the exit status: of a run that was stopped
-    as a shell has it, after lines that say so, with the command that resumes it.
+    """Call `call` for at most `max_hours`, and return the exit status. If the run was stopped, say
+    so, and print the command that resumes it. The status is then the shell's for the signal.
 
     Args:
-        max_hours: 0 is no limit.
+        max_hours: hours; 0 is no limit.
         resume: "" for a run that cannot be resumed; by default the command of this process.
     """
     limit = TimeLimit(max_hours, time.time())
     try:
         call()
     except TrainingStopped as stopped:
-        if isinstance(error := limit.explain(stopped), ConfigError):
+        error = limit.explain(stopped)
+        if isinstance(error, ConfigError):
             raise error from None
         print_line(str(stopped))
-        resume = resume_command() if resume is None else resume
+        if resume is None:
+            resume = resume_command()
         if resume:
             print_line(f"to resume: {resume}")
         return 128 + signal.Signals[stopped.reason]
@@ -183,8 +189,10 @@ def end_as_shell(
 
 
 def read_given(flag: str, text: str) -> dict[str, Any] | None:
-    """Return what `read_object` does; None for an option that is not given."""
-    return read_object(flag, text) if text else None
+    """Return the result of `read_object`; None for an option that is not given."""
+    if not text:
+        return None
+    return read_object(flag, text)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -193,12 +201,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """
     add_options(parser, OWN_OPTIONS)
     parser.add_argument("--checkpoints", help="directory or URL for session.save, for all machines")
-    rendezvous = {
-        flag: {"type": int if flag in ("--node-rank", "--master-port") else str}
-        for flag in RENDEZVOUS
-    }
-    others = {flag: SWITCH if flag in SWITCHES else {} for flag in OTHERS}
-    for flag, given in {**FLAGS, **rendezvous, **others}.items():
+    flags = {**FLAGS}
+    for flag in RENDEZVOUS:
+        flags[flag] = {"type": str}
+    for flag in ("--node-rank", "--master-port"):
+        flags[flag] = {"type": int}
+    for flag in OTHERS:
+        flags[flag] = {}
+    for flag in SWITCHES:
+        flags[flag] = SWITCH
+    for flag, given in flags.items():
         name = flag[2:].replace("-", "_")
         options = {"help": argparse.SUPPRESS, **given}
         options["default"] = os.environ.get(f"PET_{name.upper()}", options.get("default"))
@@ -213,9 +225,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_gang(options: argparse.Namespace) -> Gang:
-    """Return the ranks that the options ask for. Raises ConfigError for wrong values, or
-    contradicting flags.
-    """
+    """Return the gang of the options. Raises ConfigError for wrong or contradicting flags."""
     if options.checkpoints is not None:
         check_url(options.checkpoints, "--checkpoints")
     gang = Gang(
@@ -241,10 +251,11 @@ def read_program(options: argparse.Namespace) -> Program:
     """Return the program that the options name.
 
     Raises:
-        ConfigError: a wrong value, flags that contradict each other, or there is no such script.
+        ConfigError: a wrong value, contradicting flags, or a missing script.
     """
     for flag in _given(options, OTHERS):
-        if why := OTHERS[flag]:
+        why = OTHERS[flag]
+        if why:
             raise ConfigError(f"{flag}: expected neither the flag nor its PET_ variable: {why}")
     if options.no_python and options.module:
         raise ConfigError("--no-python: expected not with --module, which is Python's")
@@ -267,12 +278,12 @@ def read_program(options: argparse.Namespace) -> Program:
 
 
 def note_without_effect(options: argparse.Namespace) -> str:
-    """Return a line about the flags and variables that were given and change nothing; "" if there
-    are none.
-    """
+    """Return a line about the given flags and variables that change nothing; "" without any."""
     given = [flag for flag in _given(options, OTHERS) if not OTHERS[flag]]
     given += [name for name in VARIABLES if name in os.environ]
-    return f"{', '.join(given)}: accepted as torchrun's, with no effect here" if given else ""
+    if not given:
+        return ""
+    return f"{', '.join(given)}: accepted as torchrun's, with no effect here"
 
 
 def _given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:

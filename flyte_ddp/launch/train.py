@@ -1,5 +1,5 @@
-"""Train a recipe from Python, on this machine or on a Dask cluster: what the workflows do, without
-a Flyte.
+"""Train a recipe from Python, on this machine or on a Dask cluster. The workflows do the same with
+Flyte.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Trained:
     """The result of a training. A notebook shows the run's report.
 
     Attributes:
-        model_state: the state dict, on the CPU: that of the best epoch, or of the last one if the
-            config says so.
-        epochs: each with its losses and metrics.
-        best: the best of them, by the config's `monitor`.
-        model_state_url: where the state dict is; "" if the checkpoints were not kept.
-        card: the run card, as docs/outputs.md has it.
-        export_url: directory with the card, the weights as safetensors and what the recipe exports;
-            "" likewise.
+        model_state: the state dict of the best epoch, on the CPU; of the last epoch if the config
+            says so.
+        epochs: all epochs, each with its losses and metrics.
+        best: the best epoch, by the config's `monitor`.
+        model_state_url: URL of the state dict; "" if the checkpoints were not kept.
+        card: the run card, described in docs/outputs.md.
+        export_url: directory with the card, the weights as safetensors and the recipe's exports; ""
+            if the checkpoints were not kept.
     """
 
     model_state: dict[str, Tensor]
@@ -61,7 +61,9 @@ class Trained:
     def __repr__(self) -> str:
         figures = {"test_loss": self.best.test_loss, **self.best.metrics}
         shown = ", ".join(f"{name} {value:.5g}" for name, value in figures.items())
-        name = self._run.started.name if self._run.started else ""
+        name = ""
+        if self._run.started:
+            name = self._run.started.name
         best, last = self.best.position, self.epochs[-1].position
         return f"<Trained {name}: epoch {best:.3g} of {last:.3g} is best, {shown}>"
 
@@ -93,16 +95,16 @@ def train(
     and metrics.
 
     Args:
-        recipe: such as "digits", the dotted name of your own, or your class itself, also one of a
-            notebook, a REPL or a script: it travels by value, and a checksum of its code and of the
-            values that this refers to is its version.
-        config: fields that differ from the recipe's defaults, as of `--config`.
+        recipe: a name such as "digits", the dotted name of your own recipe, or your class itself. A
+            class of a notebook, a REPL or a script travels by value. Its version is a checksum of
+            its code and of the values to which the code refers.
+        config: fields that differ from the recipe's defaults, as in `--config`.
         data: path or URL for recipes that read data of yours.
         prepared: directory in which `prepare_data` has prepared the data already.
         nnodes, nproc_per_node, max_restarts, cluster, client: see `launch.run.Gang`.
-        checkpoints: directory or URL, which all machines reach; an unfinished run there goes on,
-            that of a class that travels by value if its version is the same. Where all ranks are on
-            this machine, the default is a directory for the length of the run.
+        checkpoints: directory or URL, which all machines reach. An unfinished run there goes on. If
+            the class travels by value, its version must be the same. If all ranks are on this
+            machine, the default is a directory for the length of the run.
         run_id: as for `launch.run.run`.
         listeners: receive every event of the run.
         progress: show a bar and the ranks' lines on standard error.
@@ -114,13 +116,18 @@ def train(
             `launch.run.run`.
     """
     check_run_id(run_id)
-    recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
+    if not isinstance(recipe, str):
+        recipe = load_anew(recipe)
     resolved = config_of(recipe, config or {})
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, client=client)
     if not checkpoints and not gang.is_on_this_machine:
         raise ConfigError("checkpoints: expected a URL that all machines reach, got none")
     run = events.RunState()
-    bars = [ProgressBar()] if progress else []
+    bars: list[ProgressBar] = []
+    relay = None
+    if progress:
+        bars.append(ProgressBar())
+        relay = bars[0].write
     with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
         card = train_recipe(
             recipe,
@@ -133,14 +140,16 @@ def train(
             run_id=run_id,
             listeners=[*bars, *listeners],
             state=run,
-            relay=bars[0].write if bars else None,
+            relay=relay,
             origin=origin,
         )
-        assert run.finished is not None  # else it has raised
+        assert run.finished is not None  # an unfinished run has raised
         assert run.best is not None
-        url = run.finished.model_state_url
-        places = (url, card, run.finished.export_url) if checkpoints else ("", card, "")
-        return Trained(from_bytes(read_file(url)), run.epochs, run.best, *places, run)
+        url, export_url = run.finished.model_state_url, run.finished.export_url
+        model_state = from_bytes(read_file(url))
+        if not checkpoints:
+            url = export_url = ""
+        return Trained(model_state, run.epochs, run.best, url, card, export_url, run)
 
 
 def train_recipe(
@@ -158,7 +167,7 @@ def train_recipe(
     origin: Mapping[str, str] = MappingProxyType({}),
     state: events.RunState | None = None,
 ) -> dict[str, Any]:
-    """Train as `train` does, without loading the model state; return the run card.
+    """Train as `train` does, without loading the model state. Return the run card.
 
     The data are prepared while the ranks of this machine start, and before a cluster does.
     """
@@ -178,7 +187,7 @@ def train_recipe(
         place = stack.enter_context(gang.open_place(program))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         state = driver.run(job, place, prepare, listeners, relay, state=state)
-        assert state.finished is not None  # else it has raised
+        assert state.finished is not None  # an unfinished run has raised
         card = run_card(state, **origin)
         if is_kept:
             write_card(state.finished.export_url, card)

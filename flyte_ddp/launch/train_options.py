@@ -55,13 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     check_run_id(options.run_id)
     check_url(options.checkpoints or RUNS, "--checkpoints")
     check_place(gang)
-    if gang.is_on_this_machine:  # if it has no server yet: see `flyte_ddp.__main__`
-        start_server(
-            slow_imports(given, get_recipe(options.recipe) if options.recipe in BUILTIN else None)
-        )
+    if gang.is_on_this_machine:  # `flyte_ddp.__main__` may have started the server already
+        recipe = None
+        if options.recipe in BUILTIN:
+            recipe = get_recipe(options.recipe)
+        start_server(slow_imports(given, recipe))
     config = config_of(options.recipe, given)
     directory = Path(options.checkpoints)
-    if is_new := not options.checkpoints or "://" in options.checkpoints:
+    is_new = not options.checkpoints or "://" in options.checkpoints
+    if is_new:
         directory = make_run_directory(options.recipe.rpartition(".")[2])
     try:
         return _train(options, config, gang, directory)
@@ -76,7 +78,10 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
     from flyte_ddp.launch.train import train_recipe
     from flyte_ddp.observers.progress_bar import ProgressBar
 
-    resume = resume_command("" if options.checkpoints else str(directory))
+    new_directory = ""
+    if not options.checkpoints:
+        new_directory = str(directory)
+    resume = resume_command(new_directory)
     options.checkpoints = options.checkpoints or str(directory)
     options.history = options.history or str(directory / HISTORY)
     options.report = options.report or str(directory / REPORT)
@@ -117,11 +122,11 @@ def _short_path(place: str) -> str:
 
 
 def read_fields(words: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that `--name value` and `--name=value` give. A name with a dot is that of a
-    field in an object, and a name without a value is true. Values are JSON, or text.
+    """Return the fields that `--name value` and `--name=value` give. A name with a dot stands for a
+    field in an object. A name without a value is true. Values are JSON, or text.
 
     Raises:
-        ConfigError: a word is neither a name nor the value of one.
+        ConfigError: a word is neither a name nor a value.
     """
     values: dict[str, Any] = {}
     waiting = list(words)
@@ -130,8 +135,9 @@ def read_fields(words: Sequence[str]) -> dict[str, Any]:
         if not flag.startswith("--"):
             raise ConfigError(f"train: expected {USAGE}, got {flag!r}")
         if not sign:
-            has_value = waiting and not waiting[0].startswith("--")
-            text = waiting.pop(0) if has_value else "true"
+            text = "true"
+            if waiting and not waiting[0].startswith("--"):
+                text = waiting.pop(0)
         *path, name = flag[2:].replace("-", "_").split(".")
         try:
             value: Any = json.loads(text)
@@ -144,14 +150,14 @@ def read_fields(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of both, those of `other` first, and so within objects."""
-    both = {
-        name: _merge(one[name], value)
-        if isinstance(value, dict) and isinstance(one.get(name), dict)
-        else value
-        for name, value in other.items()
-    }
-    return {**one, **both}
+    """Return the fields of both objects. `other` wins, also in objects within them."""
+    both = dict(one)
+    for name, value in other.items():
+        before = one.get(name)
+        if isinstance(value, dict) and isinstance(before, dict):
+            value = _merge(before, value)
+        both[name] = value
+    return both
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
