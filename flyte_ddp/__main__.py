@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return print_result(parser.format_help().rstrip())
         parser.parse_args(arguments)  # exits with an error
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for recipes, as under `python -m`
+        sys.path.append(os.getcwd())  # recipes are found here, as under `python -m`
     if arguments[0] == "train" and not any(map(OTHER_RANKS.fullmatch, arguments)):
         # The ranks import torch while this process imports the rest.
         pkgutil.resolve_name("flyte_ddp.launch.agent.rank_start:start_server")(("torch",))

@@ -38,7 +38,7 @@ SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; a larger directory also contains data
 # environment variable with the commit of a registered task, because its pod has no repository
 COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"
-STARTED = time.time()  # about when this process started
+STARTED = time.time()  # start of this process, approximately
 # the type of each field of settings.toml, and how an error names the type
 _TABLES = ("production", "sandbox", "allowed", "wandb", "mlflow", "tensorboard")
 _SHAPES: dict[str, tuple[type, str]] = {

@@ -35,7 +35,7 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
     Raises:
         ConfigError: an unknown recipe or option, or a place that this task may not open.
     """
-    check_places(places_of_config(config))  # for every config, whatever made it
+    check_places(places_of_config(config))  # the config may come from anywhere
     named = get_recipe(recipe, config.recipe_options)
     config = pin_initial_state(config)
     training = _Training(recipe, config)
@@ -67,7 +67,8 @@ def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tup
     if recipe:
         modules += recipe.slow_imports
     if config.get("compile") or config.get("parallel") == "fsdp":
-        modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
+        # fsdp needs it to leave the gathering of weights out of graphs.
+        modules.append("torch._dynamo")
     if (
         recipe
         and type(recipe).metrics is not Recipe.metrics

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RUNS_NOTHING = "expected one whose call does the work and returns its value"
-OUTPUTS = "{outputs}"  # in a script's arguments: the directory whose files become outputs
+OUTPUTS = "{outputs}"  # text in a script's arguments: the directory of the output files
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def run_program(
     check_run_id(run_id)
     with gang.open_place(program) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
-        if not checkpoints and gang.is_on_this_machine:  # for restarts within the run
+        if not checkpoints and gang.is_on_this_machine:  # restarts within the run need a place
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         return driver.run(job, place, None, listeners, relay, results=results, state=state)

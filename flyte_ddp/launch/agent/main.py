@@ -131,7 +131,7 @@ def main() -> None:
                 continue
             with listener or contextlib.nullcontext():
                 _run_attempt(node_job, link, listener, directory, memory)
-    os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
+    os._exit(0)  # a normal exit would wait for the thread that reads commands
 
 
 def _listen(
@@ -156,7 +156,7 @@ def _listen(
     except (EOFError, ConnectionError):
         pass
     except Exception:
-        traceback.print_exc()  # into the worker's log
+        traceback.print_exc()  # the text goes into the worker's log
     if link:
         link.kill_ranks("the worker is gone")
     os._exit(1)
@@ -232,7 +232,7 @@ def unpack_data(url: str, directory: Path, timeout: float = STORE_TIMEOUT) -> st
                 contents.extractall(os.path.join(scratch, "data"))
             try:
                 os.rename(os.path.join(scratch, "data"), unpacked)
-            except OSError:  # another process or thread was at it as well, and was first
+            except OSError:  # another process or thread may have unpacked the data first
                 if not unpacked.exists():
                     raise
     return str(unpacked)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # recipe's rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
 
-ENTRY = "flyte_ddp.rank.entry:run_rank"  # by name: an agent imports nothing of a rank's
+ENTRY = "flyte_ddp.rank.entry:run_rank"  # a name: an agent imports no modules of ranks
 # this package's modules that the ranks of a recipe need
 OWN_MODULES = [name.partition(":")[0] for name in (ENTRY, TRAINING)]
 

@@ -416,9 +416,8 @@ class _Ranks:
             if look == NUM_STACK_LOOKS // 2:
                 for rank in unanswered:
                     if rank.process.is_alive() and not self._stacks_of(rank):
-                        os.kill(
-                            rank.process.pid or 0, signal.SIGUSR1
-                        )  # none of its threads answers
+                        # No thread of the rank answers, so a signal asks for its stacks.
+                        os.kill(rank.process.pid or 0, signal.SIGUSR1)
         for rank, beat in zip(self.ranks, self.beats, strict=True):
             stacks = self._stacks_of(rank) or (
                 f"  no stack: none was written within {ANSWER_TIMEOUT:g} s"

@@ -454,7 +454,7 @@ class Dispatcher:
         return shown  # noqa: RET504 - None after a failure
 
     def _deliver(self) -> None:
-        self._commit = describe_commit()  # in this thread: git may take a second
+        self._commit = describe_commit()  # git may take a second, so it runs in this thread
         active = list(self.listeners)
         while True:
             with self._changed:

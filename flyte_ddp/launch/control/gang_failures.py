@@ -18,7 +18,7 @@ class Failures:
     """The failures of the ranks and nodes of one attempt."""
 
     nodes: Sequence[Node]
-    noted: list[Failure] = field(default_factory=list)  # in the order in which they were noticed
+    noted: list[Failure] = field(default_factory=list)  # failures in the order of their notice
     # Failures of ranks that had been asked to end. A signal may have ended these ranks.
     late: list[Failure] = field(default_factory=list)
     first_at: float = float("inf")  # monotonic

@@ -37,7 +37,7 @@ class Node:
 class Nodes:
     """The nodes of one attempt, as a place gives them."""
 
-    nodes: Sequence[Node]  # in the order of their ranks
+    nodes: Sequence[Node]  # nodes in the order of their ranks
     world_size: int  # number of ranks
 
     @property

@@ -30,8 +30,8 @@ CRASHES = ("SIGABRT", "SIGSEGV", "SIGFPE", "SIGILL")  # signals that a process e
 class Next(enum.Enum):
     """How the run goes on after an attempt."""
 
-    RESTART = "restart"  # all ranks, from the last checkpoint; counts as one of `max_restarts`
-    WAIT = "wait"  # for the store, and then restart; not counted
+    RESTART = "restart"  # all ranks start again; `max_restarts` limits how often
+    WAIT = "wait"  # wait for the store, and then restart; not counted
     SHRINK = "shrink"  # restart with twice as many micro-batches of half the size; not counted
     # restart on more nodes, or without those that have announced that they go away; not counted
     MOVE = "move"

@@ -73,12 +73,15 @@ class RankBeat(ctypes.Structure):
     is_stoppable: bool
     is_writing: bool
     _fields_ = (
-        ("progress_at", ctypes.c_double),  # when it last made progress; 0: it has reported none
+        ("progress_at", ctypes.c_double),  # time of the last progress; 0: none was reported
         ("step", ctypes.c_longlong),  # optimizer steps since the start of the run
         ("has_ended", ctypes.c_bool),  # whether its function has ended
-        ("waits_since", ctypes.c_double),  # when it began to wait for other ranks; 0: no wait
+        ("waits_since", ctypes.c_double),  # start of a wait for other ranks; 0: no wait
         ("num_steps", ctypes.c_longlong),  # steps in this attempt
-        ("seconds", ctypes.c_double * len(PHASES)),  # its own time in these steps, by phase
+        (
+            "seconds",
+            ctypes.c_double * len(PHASES),
+        ),  # time of the rank itself in these steps, by phase
         ("is_stoppable", ctypes.c_bool),  # rank 0: all ranks save their state when asked to stop
         ("is_writing", ctypes.c_bool),  # rank 0: a checkpoint is being written
     )
@@ -121,7 +124,7 @@ class NodeJob:
     prints_lines: bool  # print the ranks' output into the worker's own log as well
     # seconds for which the next attempt may wait for nodes; the agent keeps its memory meanwhile
     start_timeout: float = 0.0
-    is_ahead: bool = False  # no attempt begins yet: import and fetch what its ranks will need
+    is_ahead: bool = False  # the job only imports and fetches what its ranks will need
 
 
 @dataclass(frozen=True)

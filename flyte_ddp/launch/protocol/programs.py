@@ -27,8 +27,9 @@ COMPILERS = ("g++", "gcc", "clang")
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
 # seconds of a pod's grace after the last checkpoint: for closing a client and deleting a cluster
 END_RESERVE = 2 * ANSWER_TIMEOUT
-SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
-# in ranks: the node's directory for a script's outputs, removed after the run
+# directory of a script among the source files on a node
+SCRIPT_DIRECTORY = "flyte_ddp_script"
+# variable in ranks: the node's directory for a script's outputs, which is removed after the run
 OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"
 MAX_RUN_ID = 256  # characters
 

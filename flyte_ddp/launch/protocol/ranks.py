@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-TRAINING = "flyte_ddp.training.main:main"  # by name, because its module imports torch
-# These signals end a run early, as under torchrun. They are passed on to a function that does not
+TRAINING = "flyte_ddp.training.main:main"  # a name, because the module imports torch
+# Signals that end a run early, as under torchrun. They are passed on to a function that does not
 # ask for stop requests.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -16,7 +16,7 @@ class NodeRanks:
     """The ranks of one node, and where they meet the ranks of the other nodes."""
 
     first_rank: int
-    num_ranks: int  # on this node
+    num_ranks: int  # number of ranks on this node
     world_size: int
     use_gpus: bool
     num_threads: int  # CPU threads of each rank

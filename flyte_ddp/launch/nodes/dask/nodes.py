@@ -54,7 +54,7 @@ from flyte_ddp.launch.protocol.programs import Job
 START_TIMEOUT = 60.0
 RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
 WORKER_LOG_LINES = 15  # lines of the log of a lost worker's pod in the error
-# where the scheduler reports, among other things, that it has lost a worker
+# topic in which the scheduler reports, among other things, that it has lost a worker
 SCHEDULER_TOPIC = "all"
 
 

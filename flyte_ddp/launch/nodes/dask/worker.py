@@ -38,7 +38,7 @@ from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
 
-NODE = "flyte_ddp.launch.agent.main"  # by name: the worker may have no such module
+NODE = "flyte_ddp.launch.agent.main"  # a name: the worker may lack the module
 # seconds for an agent whose pipe was closed to kill its ranks and exit
 END_GRACE = 2 * KILL_GRACE
 
@@ -184,8 +184,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             finally:
                 shutil.rmtree(part, ignore_errors=True)
         self.code = b""
-        # These are calls of their own, as in Dask's extensions. With `Client.run`, the worker would
-        # log a line every second.
+        # Handlers like those of Dask's extensions. With `Client.run`, the worker would log a line
+        # every second.
         worker.handlers[self.name] = self.send_command
         worker.handlers[f"results-{self.name}"] = self.take_results
 
