@@ -1,1 +1,1 @@
-"""The tasks: declarations, whose functions are those of `flyte_ddp.flyte`."""
+"""The tasks: declarations that call functions of `flyte_ddp.flyte`."""

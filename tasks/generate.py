@@ -8,7 +8,7 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp import flyte
 
 
-# One task and not a map task: a thousand names take a second, and a pod takes ten seconds to start.
+# A map task would be slower: a thousand names take a second, and a pod takes ten seconds to start.
 @task(**flyte.pod(flyte.SETTINGS.small), retries=2)
 def generate(
     model_state: PythonPickledFile,

@@ -10,7 +10,7 @@ from flyte_ddp import flyte
 @task(
     **flyte.pod(flyte.SETTINGS.training, gpus=flyte.SETTINGS.gpus),
     retries=3,
-    interruptible=True,  # the next attempt makes the files that are missing
+    interruptible=True,  # The next attempt makes the missing files.
 )
 def predict_on_one_node(
     recipe: str,
@@ -22,7 +22,7 @@ def predict_on_one_node(
     part_size: int = 16384,
     num_processes: int = 0,
 ) -> flyte.PredictionOutputs:
-    """Predict `data` with one process per GPU, or `num_processes` on a machine without."""
+    """Predict `data` with one process per GPU, or `num_processes` on a machine without GPUs."""
     return flyte.predict(
         recipe=recipe,
         model_state=model_state,
@@ -35,7 +35,7 @@ def predict_on_one_node(
     )
 
 
-@task(**flyte.pod(flyte.SETTINGS.driver), retries=3)  # the GPUs are the cluster's
+@task(**flyte.pod(flyte.SETTINGS.driver), retries=3)  # Only the cluster's pods have GPUs.
 def predict_on_cluster(
     recipe: str,
     model_state: str,
@@ -46,7 +46,7 @@ def predict_on_cluster(
     batch_size: int = 256,
     part_size: int = 16384,
 ) -> flyte.PredictionOutputs:
-    """Predict `data` on the nodes of a Dask cluster that is started for it."""
+    """Predict `data` on the nodes of a new Dask cluster."""
     return flyte.predict(
         recipe=recipe,
         model_state=model_state,

@@ -1,5 +1,5 @@
-"""The tasks before and after the training of a challenger. None is cached, because the champion
-that they read changes.
+"""The tasks before and after the training of a challenger. They are not cached, because the
+champion that they read changes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan_retraining(
     )
 
 
-# One process measures, so one GPU, however many train.
+# A single process measures, so this task needs one GPU, however many GPUs train.
 @task(
     **flyte.pod(EVALUATION, gpus=min(1, flyte.SETTINGS.gpus), deck=True),
     retries=3,

@@ -8,9 +8,9 @@ from flyte_ddp import flyte
 
 
 @task(
-    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # the GPUs are the cluster's
+    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # Only the cluster has GPUs.
     retries=3,
-    interruptible=False,  # its loss ends the whole gang
+    interruptible=False,  # Losing the driver ends all ranks.
 )
 @flyte.wandb_link
 def run_script(
@@ -21,7 +21,7 @@ def run_script(
     checkpoints: str = "",
     output: str = "",
 ) -> flyte.ScriptOutputs:
-    """Run a script in every rank of a Dask cluster that is started for it."""
+    """Run a script in every rank of a new Dask cluster."""
     return flyte.run_script(
         script=script,
         entry_point=entry_point,

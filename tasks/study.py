@@ -18,7 +18,7 @@ def check_sweep(
     stop_early: str,
     cluster: flyte.OptionalCluster,
 ) -> flyte.CheckedStudy:
-    """Check every trial of the sweep before anything is prepared or started for the first."""
+    """Check every trial of the sweep before any data is prepared or started."""
     return flyte.check_sweep(
         recipe=recipe,
         config=config,
@@ -43,7 +43,7 @@ def check_scaling(
     repeats: int,
     cluster: flyte.OptionalCluster,
 ) -> flyte.CheckedStudy:
-    """Check every trial of the study before anything is prepared or started for the first."""
+    """Check every trial of the study before any data is prepared or started."""
     return flyte.check_scaling(
         recipe=recipe,
         config=config,
@@ -58,9 +58,9 @@ def check_scaling(
 
 
 @task(
-    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # the GPUs are the cluster's
+    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # Only the cluster has GPUs.
     retries=3,
-    interruptible=False,  # its loss ends the whole gang
+    interruptible=False,  # Losing the driver ends all ranks.
     cache=flyte.TRAINING_CACHE,
 )
 def train_sweep(
@@ -92,11 +92,11 @@ def train_sweep(
     )
 
 
-# Not cached: the measurements are true only for the machines and the network of that day.
+# This task is not cached: the measurements hold only for the machines and the network of that day.
 @task(
-    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # the GPUs are the cluster's
+    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # Only the cluster has GPUs.
     retries=3,
-    interruptible=False,  # its loss ends the whole gang
+    interruptible=False,  # Losing the driver ends all ranks.
 )
 def train_at_world_sizes(
     recipe: str,

@@ -8,8 +8,8 @@ from flyte_ddp import flyte
 from flyte_ddp.config import TrainingConfig
 
 
-# Not cached: the contents of a URL may have changed. The training task is cached, by the contents
-# of this one's output.
+# This task is not cached, because the contents of a URL may have changed. The training task is
+# cached by the contents of this task's output.
 @task(**flyte.pod(flyte.SETTINGS.small), retries=2)
 def prepare(
     recipe: str,
@@ -31,7 +31,7 @@ def prepare(
 @task(
     **flyte.pod(flyte.SETTINGS.training, gpus=flyte.SETTINGS.gpus, trains=True),
     retries=3,
-    interruptible=True,  # a preempted attempt resumes from its checkpoint
+    interruptible=True,  # A preempted attempt resumes from its checkpoint.
     cache=flyte.TRAINING_CACHE,
 )
 @flyte.wandb_link
@@ -44,7 +44,7 @@ def train_on_one_node(
     output: str = "",
     parent_champion: str = "",
 ) -> flyte.TrainingOutputs:
-    """Train `recipe` with one process per GPU, or `num_processes` on a machine without."""
+    """Train `recipe` with one process per GPU, or `num_processes` on a machine without GPUs."""
     return flyte.train_on_one_node(
         recipe=recipe,
         config=config,
@@ -57,9 +57,9 @@ def train_on_one_node(
 
 
 @task(
-    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # the GPUs are the cluster's
+    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # Only the cluster has GPUs.
     retries=3,
-    interruptible=False,  # its loss ends the whole gang
+    interruptible=False,  # Losing the driver ends all ranks.
     cache=flyte.TRAINING_CACHE,
 )
 @flyte.wandb_link
@@ -72,7 +72,7 @@ def train_on_cluster(
     output: str = "",
     parent_champion: str = "",
 ) -> flyte.TrainingOutputs:
-    """Train `recipe` across the nodes of a Dask cluster that is started for it."""
+    """Train `recipe` across the nodes of a new Dask cluster."""
     return flyte.train_on_cluster(
         recipe=recipe,
         config=config,

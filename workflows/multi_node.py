@@ -1,4 +1,4 @@
-"""Train a recipe across the nodes of a Dask cluster. The tasks have the logic.
+"""Train a recipe across the nodes of a Dask cluster. The tasks contain the logic.
 
 pyflyte run workflows/multi_node.py multi_node_training_wf --recipe pet_names
 """
@@ -21,7 +21,7 @@ def multi_node_training_wf(
     output: str = "",
 ) -> flyte.TrainingOutputs:
     """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on
-    it, take it down.
+    it, and delete it.
 
     Args:
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of
@@ -33,11 +33,10 @@ def multi_node_training_wf(
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on
             this machine in a local run, and on Kubernetes in a remote one;
             flyte_ddp/cluster/config.py lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
-            own by default
+        data: directory, file or URL of your data; by default the recipe's own data
         checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found
             there resumes; by default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
     """
     prepared = prepare(
         recipe=recipe,

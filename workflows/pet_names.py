@@ -1,4 +1,4 @@
-"""Generate pet names with a trained model. The tasks have the logic.
+"""Generate pet names with a trained model. The tasks contain the logic.
 
 pyflyte run workflows/pet_names.py generate_names_wf --model_state model_state.pt
 pyflyte run workflows/pet_names.py train_and_generate_names_wf
@@ -33,7 +33,7 @@ def generate_names_wf(
         count: names to generate
         temperature: above 0; below 1 the names are more common than the training list, above 1 more
             unusual
-        seed: of the random draws, 0 or more
+        seed: seed of the random draws, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
         data: the training list of the model, as given to the training; no generated name is from
@@ -77,11 +77,11 @@ def train_and_generate_names_wf(
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
         count: names to generate
         temperature: above 0; below 1 the names are more common than the training list, above 1 more
             unusual
-        seed: of the random draws of letters, 0 or more
+        seed: seed of the random draws of letters, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
     """

@@ -1,4 +1,4 @@
-"""Predict new data with a trained model, or with the champion. The tasks have the logic.
+"""Predict new data with a trained model, or with the champion. The tasks contain the logic.
 
 pyflyte run workflows/predict.py predict_wf --recipe digits --model_state runs/first/model_state.pt
 """
@@ -25,17 +25,17 @@ def predict_wf(
     """Predict each sample of the data once, in its order, into Parquet files, on one machine.
 
     Args:
-        recipe: of the model
+        recipe: recipe that trained the model
         model_state: path or URL of a state dict, such as the model_state.pt of a run, or the
-            directory of a champion, whose version in use predicts
-        data: directory, file or URL of the data; the recipe's own by default
-        output: directory or URL for the predictions; those that are there are not made again; by
-            default a place of the execution's own
+            directory of a champion; its version in use predicts
+        data: directory, file or URL of the data; by default the recipe's own data
+        output: directory or URL for the predictions; existing files are not made again; by default
+            a place of the execution's own
         config: fields such as precision, as JSON or the name of a JSON or YAML file; the recipe's
-            options are by default those of the model's training
+            options are by default the values of the model's training
         batch_size: samples of a forward pass
         part_size: samples of a file, a multiple of batch_size
-        num_processes: by default one per GPU, or two on a machine without GPUs
+        num_processes: number of processes; 0 is one per GPU, or two on a machine without GPUs
     """
     return predict_on_one_node(
         recipe=recipe,
@@ -64,14 +64,14 @@ def predict_on_cluster_wf(
     Dask cluster.
 
     Args:
-        recipe: of the model
-        model_state: as of predict_wf
+        recipe: recipe that trained the model
+        model_state: the same as in predict_wf
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}';
             flyte_ddp/cluster/config.py lists all fields with units
-        data: as of predict_wf
-        output: as of predict_wf
-        config: as of predict_wf
+        data: the same as in predict_wf
+        output: the same as in predict_wf
+        config: the same as in predict_wf
         batch_size: samples of a forward pass
         part_size: samples of a file, a multiple of batch_size
     """

@@ -1,6 +1,6 @@
 """Retrain a recipe and keep the better model, by hand or by schedule.
 
-The tasks have the logic, and flyte_ddp/promotion/policy.py has the rules.
+The tasks contain the logic, and flyte_ddp/promotion/policy.py has the rules.
 
 pyflyte run workflows/retrain.py retrain_wf --champion /tmp/champion
 """
@@ -37,11 +37,12 @@ def retrain_wf(
     """Train a challenger on the newest data, and make it the champion if it is better on held-out
     data.
 
-    Returns the outcome and its reason, the version of the champion now, the metrics of both, and an
-    HTML report.
+    Returns the outcome and its reason, the champion's version now, the metrics of challenger and
+    champion, and an HTML report.
 
     Args:
-        kickoff_time: when the schedule started it; by default when its first task begins
+        kickoff_time: time at which the schedule starts the retraining; by default the start of its
+            first task
         champion: directory or URL where the champion and its predecessors are kept; by default a
             place of the project's own in Flyte's store; required in a local run
         recipe: what to train: digits, mnist, or the dotted name of your own, such as
@@ -49,21 +50,21 @@ def retrain_wf(
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
             file, for example '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config/training.py
             lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; it is read
-            again each time
+        data: directory, file or URL of your data, which each retraining reads again; by default the
+            recipe's own data
         train_on: one_node, or cluster
         num_processes: DDP processes on one node; 0 is one per GPU, or two on a machine without GPUs
         cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file;
             flyte_ddp/cluster/config.py lists all fields with units
         start_from: the challenger's first weights, champion or scratch
-        margin: share of the champion's loss on the held-out data by which the challenger's must be
-            lower
-        min_samples: minimum of training samples, and of held-out samples; with fewer nothing is
-            trained
-        min_share: likewise, as a share of what the champion was trained on
+        margin: the challenger's loss on the held-out data must be lower by this share of the
+            champion's loss
+        min_samples: smallest number of training samples, and of held-out samples; with fewer
+            nothing is trained
+        min_share: smallest number of samples, as a share of the champion's number
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the
             execution's own
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
     """
     planned = plan_retraining(
         kickoff_time=kickoff_time,
@@ -80,7 +81,7 @@ def retrain_wf(
         output=output,
     )
     # A branch starts as soon as its condition can be evaluated, even if other inputs are missing
-    # (flyteorg/flyte#3512). This condition is an output of the last node, so all of them are there.
+    # (flyteorg/flyte#3512). This condition is an output of the last node, so all inputs are there.
     return (
         conditional("what_to_train")
         .if_(planned.train_on == flyte.NOTHING)
@@ -116,7 +117,7 @@ def challenge(
     checkpoints: str,
     output: str,
 ) -> flyte.RetrainingOutputs:
-    """The branch of `retrain_wf` that trains: a branch has one node, so it is a workflow."""
+    """The branch of `retrain_wf` that trains. A branch has one node, so it is a workflow."""
     with flyte.inner_branch():
         trained = (
             conditional("where_to_train")
@@ -155,6 +156,6 @@ def challenge(
     )
 
 
-# Inactive until `make register ACTIVATE=1`, and never running twice at once. settings.toml has the
-# schedule, inputs and recipients of failures.
+# The launch plan is inactive until `make register ACTIVATE=1`, and never runs twice at once.
+# settings.toml contains the schedule, the inputs and the recipients of failures.
 RETRAIN = flyte.launch_plan("retrain", retrain_wf)

@@ -1,4 +1,4 @@
-"""Train at several world sizes and compare. The tasks have the logic.
+"""Train at several world sizes and compare. The tasks contain the logic.
 
 pyflyte run workflows/scaling.py scaling_wf --recipe digits --world_sizes '[1, 2]'
 """
@@ -27,7 +27,7 @@ def scaling_wf(
     checkpoints: str = "",
     output: str = "",
 ) -> flyte.ScalingOutputs:
-    """Measure how a training scales: train at several world sizes, one after the other on one
+    """Measure how a training scales: train at several world sizes, one after another on one
     cluster.
 
     Returns a table and charts (loss, time to a target loss, speed-up, efficiency, samples per
@@ -38,26 +38,25 @@ def scaling_wf(
             your own, such as recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
             file; global_batch_size is the same in all trials, and each rank gets its share
-        world_sizes: numbers of ranks to train with, two or more, as JSON, for example '[1, 2, 4]'
-        learning_rates: learning rates to train with at each of them; by default the config's own
-        batch_sizes_per_rank: samples per rank and optimizer step to train with at each of them, in
-            place of an equal global batch: it grows with the world size
-        sample_sizes: numbers of training samples to train with at each of them; by default the
-            config's own
-        target_loss: held-out loss to which the time is measured; 0 is the worst of the trials'
-            best, which all reach
-        repeats: trainings of every trial, each with another seed; from two on, figures have 95 %
-            confidence intervals
+        world_sizes: two or more numbers of ranks to train with, as JSON, for example '[1, 2, 4]'
+        learning_rates: learning rates to train with at each world size; by default the config's own
+        batch_sizes_per_rank: samples per rank and optimizer step to train with at each world
+            size; the global batch then grows with the world size
+        sample_sizes: numbers of training samples to train with at each world size; by default
+            the config's own
+        target_loss: held-out loss to which the time is measured; 0 is the smallest loss
+            that all trials reach
+        repeats: number of trainings of every trial, each with another seed; with two or more,
+            figures have 95 % confidence intervals
         cluster: the machines, as JSON or the name of a JSON or YAML file; their number follows from
             the largest world size and the ranks of each, for example '{"kind": "kubernetes",
             "gpus_per_node": 4}'; by default workers of one rank each, on this machine in a local
             run and on Kubernetes in a remote one
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
-            own by default
+        data: directory, file or URL of your data; by default the recipe's own data
         checkpoints: directory or URL for checkpoints that all nodes reach; trials that an earlier
             study has finished there are not repeated; by default a place of the execution's own,
             which its retries share
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
     """
     checked = check_scaling(
         recipe=recipe,

@@ -1,4 +1,4 @@
-"""Train a recipe on one node. The tasks have the logic.
+"""Train a recipe on one node. The tasks contain the logic.
 
 pyflyte run workflows/single_node.py single_node_training_wf --recipe digits
 """
@@ -29,11 +29,10 @@ def single_node_training_wf(
             file, for example '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}';
             flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
-            own by default
+        data: directory, file or URL of your data; by default the recipe's own data
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
     """
     prepared = prepare(
         recipe=recipe,

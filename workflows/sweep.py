@@ -1,4 +1,4 @@
-"""Train many models at once and compare them. The tasks have the logic.
+"""Train many models at once and compare them. The tasks contain the logic.
 
 pyflyte run workflows/sweep.py sweep_wf --recipe digits --grid '{"learning_rate": [0.001, 0.01]}'
 """
@@ -26,15 +26,15 @@ def sweep_wf(
     checkpoints: str = "",
     output: str = "",
 ) -> flyte.SweepOutputs:
-    """Train a model for every combination in a grid, or for random ones, side by side on a Dask
-    cluster, and compare.
+    """Train a model for every combination in a grid, or for random combinations, side by side on a
+    Dask cluster, and compare the models.
 
     Each worker of the cluster trains one model at a time. Returns a table with every epoch of every
     model, the configuration, the accuracies and the state of the best, and an HTML report.
 
     Args:
-        grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an
-            option of the recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01],
+        grid: choices, as JSON: a list for each hyperparameter, or for an option of the recipe,
+            recipe_options.NAME, for example '{"learning_rate": [0.001, 0.01],
             "global_batch_size": [64, 256]}'; with num_models also ranges, for example
             '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'; or a list of models, for
             example '[{"learning_rate": 0.1, "momentum": 0.9}, {"learning_rate": 0.01}]'
@@ -43,20 +43,19 @@ def sweep_wf(
         config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file;
             flyte_ddp/config/training.py lists all fields with units
         num_models: models to draw from the grid at random; 0 is every combination of its choices
-        seed: of the random draws; the same seed draws the same models
-        sampler: random, or tpe: after ten random models, those that the results so far suggest
-        stop_early: none, median (stop models that are worse than the median of those before) or
+        seed: seed of the random draws; the same seed draws the same models
+        sampler: random, or tpe, which draws ten random models and then follows the results so far
+        stop_early: none, median (stop models that are worse than the median of earlier ones) or
             halving (continue with the better half after epochs 1, 2, 4, ...)
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on
             this machine in a local run, and on Kubernetes in a remote one;
             flyte_ddp/cluster/config.py lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
-            own by default
+        data: directory, file or URL of your data; by default the recipe's own data
         checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier
             sweep has trained there are not trained again; by default a place of the execution's
             own, which its retries share
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
     """
     checked = check_sweep(
         recipe=recipe,

@@ -1,4 +1,4 @@
-"""Generate text with a trained language model. The tasks have the logic.
+"""Generate text with a trained language model. The tasks contain the logic.
 
 pyflyte run workflows/text.py train_and_generate_text_wf --prompt "The import statement"
 pyflyte run workflows/text.py generate_text_wf --model_state model_state.pt --prompt "The import
@@ -27,14 +27,14 @@ def generate_text_wf(
     """Continue a text with a trained model. The same seed gives the same text.
 
     Args:
-        model_state: the model_state.pt of a run of recipe text; it has the tokenizer too
+        model_state: the model_state.pt of a run of recipe text; it contains the tokenizer too
         prompt: beginning of the text; "" lets the model begin
-        max_tokens: after which the text ends, if the model does not end it before
-        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training
-            text has them
+        max_tokens: limit on the tokens of the text, if the model does not end it before
+        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws tokens as often
+            as they follow in the training text
         top_p: above 0, at most 1; draws only from the likeliest tokens that together have this
             probability
-        seed: of the random draws, 0 or more
+        seed: seed of the random draws, 0 or more
     """
     return generate_text(
         model_state=model_state,
@@ -71,14 +71,14 @@ def train_and_generate_text_wf(
         data: file, directory or URL of text or Parquet; by default the topics that come with Python
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
+        output: directory for the outputs of a local run; by default a new one, runs/NAME
         prompt: beginning of the text; "" lets the model begin
-        max_tokens: after which the text ends, if the model does not end it before
-        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training
-            text has them
+        max_tokens: limit on the tokens of the text, if the model does not end it before
+        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws tokens as often
+            as they follow in the training text
         top_p: above 0, at most 1; draws only from the likeliest tokens that together have this
             probability
-        seed: of the random draws, 0 or more
+        seed: seed of the random draws, 0 or more
     """
     prepared = prepare(
         recipe=recipe,

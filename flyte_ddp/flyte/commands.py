@@ -26,7 +26,7 @@ def abort(arguments: Sequence[str]) -> str:
     Flyte deletes its pods, with the clusters that they own, and does not retry it.
 
     Raises:
-        ClusterError: Flyte refuses it, knows no such execution, or cannot be reached.
+        ClusterError: Flyte refuses the request, knows no such execution, or cannot be reached.
     """
     from flytekit.clients.friendly import SynchronousFlyteClient
     from flytekit.configuration import Config
@@ -44,7 +44,9 @@ def abort(arguments: Sequence[str]) -> str:
             identifier, "aborted by `flyte-ddp abort`"
         )
     except FlyteException as error:
-        details = getattr(error.__cause__ or error, "details", None)  # without gRPC's frame
-        message = str(details() if callable(details) else error).strip()
-        raise ClusterError(f"Flyte did not abort {place}: {message}") from error
+        details = getattr(error.__cause__ or error, "details", None)
+        message = str(error)
+        if callable(details):  # gRPC's text without its frame
+            message = str(details())
+        raise ClusterError(f"Flyte did not abort {place}: {message.strip()}") from error
     return f"aborted {place}"

@@ -23,8 +23,8 @@ def open_deck() -> Callable[[str], None] | None:
     def publish(html: str) -> None:
         deck._html = html
         try:
-            Deck.publish()  # which logs most errors
-        except OSError as error:  # of a full or unwritable local disk
+            Deck.publish()  # flytekit itself logs most errors.
+        except OSError as error:  # The local disk is full or not writable.
             flytekit_logger.error("The report could not be published: %s", error)
 
     return publish

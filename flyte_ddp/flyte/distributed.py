@@ -1,8 +1,7 @@
-"""The Flyte task whose function runs in every rank, by `Distributed`.
+"""The Flyte task of `Distributed`: its function runs in every rank.
 
-The task is the driver. It starts the ranks in its own pod, or on a Dask cluster that it makes for
-them, watches them, and returns rank 0's outputs. In a local run the ranks are processes of this
-machine.
+The task is the driver. It starts the ranks in its own pod, or on a new Dask cluster. It watches
+them, and returns rank 0's outputs. In a local run the ranks are processes of this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.storage import check_places
 
-# beginnings of the names that tell a process its execution; no secrets
+# beginnings of the variables that describe a process's execution; they contain no secrets
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")
 _LITERALS = "literals"
 
@@ -56,9 +55,9 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             raise ConfigError(
                 "task_config: expected Distributed for @task, got it for another decorator"
             )
-        # sizes of the ranks' pods, as the task's own options have them
+        # sizes of the ranks' pods, from the task's own options
         self._pods: dict[str, Any] = {}
-        self._not_moved: list[str] = []  # other options that would be meant for those pods
+        self._not_moved: list[str] = []  # options that do not reach the ranks' pods
         if task_config.gang().needs_cluster:
             self._pods = describe_pods(options)
             options, self._not_moved = fit_driver_pod(options)
@@ -72,11 +71,12 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         return {_LITERALS: literal_map}
 
     def execute(self, **inputs: Any) -> Any:
-        """Run the function in the ranks. Called by flytekit, with Python values by a map task.
+        """Run the function in the ranks. flytekit calls this with literals, and a map task with
+        Python values.
 
         Returns:
-            The outputs as literals, which flytekit passes on as they are; as Python values to a map
-            task.
+            The outputs as literals, which flytekit passes on as they are. A map task gets Python
+            values.
 
         Raises:
             UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
@@ -92,7 +92,9 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         values = tuple(
             TypeEngine.literal_map_to_kwargs(context, literals, outputs)[name] for name in outputs
         )
-        return values if len(values) > 1 else next(iter(values), None)
+        if len(values) > 1:
+            return values
+        return next(iter(values), None)
 
     def _run(self, inputs: LiteralMap) -> LiteralMap:
         context = FlyteContextManager.current_context()
@@ -103,15 +105,15 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         with flyte_errors():
             tracking, allowed = config.tracking(), load_allowed(config.allowed)
         limits: AbstractContextManager[None] = contextlib.nullcontext()
-        # Without a list of its own, the task opens what its author's code names.
+        # Without such a list, the task may open any URL that its author's code names.
         if find_project() is not None or "urls" in (config.allowed or {}):
             limits = limited_urls(allowed.urls, config.tensorboard, config.results)
         opened = open_task_run(
             report,
             name,
             tracking=tracking,
-            # A function may call W&B itself, so its ranks get that key where MLflow does not
-            # record the run.
+            # A function may call W&B itself, so its ranks get W&B's key unless MLflow records the
+            # run.
             hides_keys=bool(config.mlflow),
             has_outputs=False,
         )
@@ -124,14 +126,14 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             _check_places(gang, inputs, self.interface.outputs, prefix)
             run.limit_time(config.max_hours)
             program = self._program(inputs, prefix, parameters)
-            # A run from this machine on pods has no place that they would reach.
-            checkpoints = "" if is_local and not gang.is_on_this_machine else None
+            # Pods cannot reach a directory of this machine.
+            keeps_checkpoints = gang.is_on_this_machine or not is_local
             self._extend_path()
             state = run.run(
                 program,
                 gang,
                 labels={"task": name},
-                checkpoints=checkpoints,
+                checkpoints=None if keeps_checkpoints else "",
                 is_kept=not is_local,
                 results=config.results,
             )
@@ -139,20 +141,20 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         outputs, decks = unpack(returned_value(state))
         for title, html in decks:
             Deck(title, html)
-        if is_local and self.enable_deck:  # in a pod, flytekit does it
+        if is_local and self.enable_deck:  # In a pod, flytekit writes the Decks.
             _output_deck(name, parameters)
         return outputs
 
     def _extend_path(self) -> None:
-        """Let Python find the function's package, as `pyflyte run` did while it loaded it."""
+        """Let Python find the function's package, as `pyflyte run` did while it loaded the task."""
         package = sys.modules.get(self.task_function.__module__.partition(".")[0])
         root = str(find_root(package) or os.getcwd())
         if root not in sys.path:
             sys.path.append(root)
 
     def check_allowed(self, gang: Gang, inputs: LiteralMap) -> None:
-        """Raise ConfigError for a cluster of the gang, or in a task of Flyte a URL of `inputs`,
-        that is not allowed.
+        """Raise ConfigError if the gang's cluster is not allowed, or, in a task of Flyte, a URL of
+        `inputs`.
         """
         allowed = load_allowed(self.task_config.allowed)
         if gang.needs_cluster:
@@ -164,13 +166,16 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         _, module, attribute, _ = extract_task_module(self)
         is_found = getattr(sys.modules.get(module), attribute, None) is self
         checkpoints: tuple[str | None, str | None] = (None, None)
-        with contextlib.suppress(NotImplementedError):  # a local run has no place for Flyte's own
+        with contextlib.suppress(NotImplementedError):  # A local run has no Flyte checkpoint.
             checkpoint = parameters.checkpoint
             checkpoints = (checkpoint._checkpoint_dest, checkpoint._checkpoint_src)
+        pickled = b""
+        if not is_found:
+            module, pickled = "", pickle(self, self.task_function, "task")
         call = TaskCall(
-            module=module if is_found else "",
+            module=module,
             attribute=attribute,
-            task=b"" if is_found else pickle(self, self.task_function, "task"),
+            task=pickled,
             inputs=inputs.to_flyte_idl().SerializeToString(),
             raw_output_prefix=raw_output_prefix,
             output_metadata_prefix=parameters.output_metadata_prefix or "",
@@ -188,7 +193,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         )
 
     def _say_what_is_ignored(self, say: Callable[[str], None]) -> None:
-        if names := self.task_config.list_ignored():
+        names = self.task_config.list_ignored()
+        if names:
             say(f"{self.name}: these fields of task_config change nothing: {', '.join(names)}")
         if self._not_moved:
             say(
@@ -201,8 +207,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
 def _check_places(
     gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str
 ) -> None:
-    """Raise ConfigError for a local file as input, or local outputs, in a run whose ranks are on
-    other machines.
+    """Raise ConfigError for a local file as input, or for local outputs, if the ranks are on other
+    machines.
     """
     if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
         return
@@ -232,12 +238,13 @@ def _list_urls(inputs: LiteralMap) -> Iterator[tuple[str, str]]:
 
 
 def _find_values(message: Any, *keys: str) -> Iterator[Any]:
-    """Yield what is under one of `keys` anywhere in a message."""
+    """Yield the values of `keys` anywhere in a message."""
     if isinstance(message, Mapping):
         yield from (message[key] for key in keys if key in message)
         message = list(message.values())
-    for value in message if isinstance(message, list) else ():
-        yield from _find_values(value, *keys)
+    if isinstance(message, list):
+        for value in message:
+            yield from _find_values(value, *keys)
 
 
 def _is_local(uri: str) -> bool:

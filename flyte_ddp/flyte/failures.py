@@ -1,10 +1,10 @@
 """Translate errors for Flyte: recoverable or not, the user's or the system's, and the text that
 Flyte shows.
 
-Flyte shows an error as "Trace:" and "Message:", both with its whole text. So the text of ours is
-short: the first line says what happened, the lines after it are the one traceback that matters,
-which is the rank's. The driver's own frames lead from Flyte to the launcher and explain nothing, so
-they are hidden. The report has the complete text.
+Flyte shows an error as "Trace:" and "Message:", both with its whole text. So the text of our errors
+is short: the first line describes what happened, and the lines after it are the rank's traceback.
+The driver's own frames lead from Flyte to the launcher and explain nothing, so they are hidden. The
+report has the complete text.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def _frames(error: Any) -> TracebackType | None:
 
 
 class _WithoutFrames:
-    """A mixin for exceptions that hides the frames of the driver from Flyte and pyflyte, which
-    would print them.
+    """A mixin for exceptions. It hides the driver's frames from Flyte and pyflyte, which would
+    print them.
 
-    Others see them: pytest cannot report an exception without a traceback.
+    Other programs see the frames: pytest cannot report an exception without a traceback.
     """
 
     __traceback__ = property(_frames, lambda self, value: None)
 
 
 class InputError(click.BadParameter, ValueError):
-    """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with
-    a traceback.
+    """A user's mistake. `pyflyte run` prints its message alone, and other exceptions with a
+    traceback.
     """
 
     def format_message(self) -> str:
-        return self.message  # it names the field itself
+        return self.message  # click would add the field's name, but the message contains it.
 
 
 class UserError(_WithoutFrames, InputError):
@@ -60,8 +60,8 @@ class RecoverableError(_WithoutFrames, FlyteRecoverableException):  # type: igno
 
 
 class TaskFailed(_WithoutFrames, FlyteUserRuntimeException, RuntimeError):  # type: ignore[misc]
-    """A failure that another attempt would repeat, such as a bug in a recipe; of the class that
-    kfpytorch raises.
+    """A failure that another attempt would repeat, such as a bug in a recipe. Its base class is the
+    class that kfpytorch raises.
     """
 
     def __init__(self, text: str, timestamp: float | None = None) -> None:
@@ -73,11 +73,11 @@ class TaskFailed(_WithoutFrames, FlyteUserRuntimeException, RuntimeError):  # ty
 
 @contextlib.contextmanager
 def flyte_errors() -> Iterator[None]:
-    """Turn the library's errors, and those of a recipe's `prepare`, into those that Flyte knows.
-    Others pass unchanged.
+    """Turn errors of the library and of a recipe's `prepare` into errors that Flyte knows. Other
+    errors pass unchanged.
 
     Raises:
-        UserError: only the user can fix it.
+        UserError: only the user can fix the problem.
         RecoverableError: another attempt may succeed.
         TaskFailed: a rank or a recipe's `prepare` raised an exception.
         KeyboardInterrupt: Ctrl-C ended the run.
@@ -100,13 +100,15 @@ def _translate(error: Exception, outcome: Outcome) -> BaseException:
         return KeyboardInterrupt(str(error))
     if outcome.kind is Retry.USER:
         return UserError(outcome.text)
-    kind: Any = RecoverableError if outcome.kind is Retry.MAY_SUCCEED else TaskFailed
+    kind: Any = TaskFailed
+    if outcome.kind is Retry.MAY_SUCCEED:
+        kind = RecoverableError
     can_note = hasattr(kind, "add_note") and is_flyte_task()
-    shown: Any = kind(
-        outcome.message if can_note else outcome.text,
-        timestamp=getattr(error, "timestamp", time.time()),
-    )
+    text = outcome.text
+    if can_note:
+        text = outcome.message
+    translated: BaseException = kind(text, timestamp=getattr(error, "timestamp", time.time()))
     if outcome.details and can_note:
-        shown.add_note(outcome.details)  # Flyte prints the notes in "Trace:" alone
-    translated: BaseException = shown
+        # Flyte prints the notes in "Trace:" alone. mypy knows the method from Python 3.11 on.
+        translated.add_note(outcome.details)  # type: ignore[attr-defined,unused-ignore]
     return translated

@@ -1,5 +1,5 @@
-"""The place of a task in its Flyte execution: names and URLs, those that outlive an attempt and
-those that do not.
+"""The place of a task in its Flyte execution: the names and URLs of the task, and of the current
+attempt.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from flyte_ddp.task_run.execution import Execution, champions_of
 
 
 def current_execution() -> Execution:
-    """Return the execution that the current task belongs to.
+    """Return the execution to which the current task belongs.
 
     Also give the user's own libraries (boto3, pandas) in this process and the ranks the task's
     storage configuration. The package itself does not need it: `flyte_ddp.storage` reads Flyte's
     variables.
 
-    Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt knows
-    the one before only, which may have died before it wrote anything (flyteorg/flyte#2894).
+    Flyte's own checkpoint path is not used. It belongs to one attempt. The next attempt knows only
+    the path of the previous attempt, which may have died before it wrote anything
+    (flyteorg/flyte#2894).
     """
     parameters = flytekit.current_context()
     os.environ.update(storage_environment())
@@ -36,24 +37,26 @@ def current_execution() -> Execution:
     node, attempt = node_and_attempt(
         execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix
     )
-    # .../SHARD/EXECUTION-NODE-ATTEMPT: the part above is the same for all attempts.
-    root = store_of_outputs()
+    # The prefix is .../SHARD/EXECUTION-NODE-ATTEMPT. Its beginning is the same for all attempts.
+    root, project, domain = store_of_outputs(), execution.project, execution.domain
+    run_id = f"{execution.name}-{node}"
+    previous_pod = ""
+    if attempt:
+        previous_pod = f"{run_id}-{attempt - 1}"
     return Execution(
-        checkpoints="/".join(
-            [root, "checkpoints", execution.project, execution.domain, execution.name, node]
-        ),
-        run_id=f"{execution.name}-{node}",
+        checkpoints=f"{root}/checkpoints/{project}/{domain}/{execution.name}/{node}",
+        run_id=run_id,
         is_local=False,
-        champions=champions_of(root, execution.project, execution.domain),
-        attempt_id=f"{execution.name}-{node}-{attempt}",
+        champions=champions_of(root, project, domain),
+        attempt_id=f"{run_id}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
         attempt=attempt,
-        previous_pod=f"{execution.name}-{node}-{attempt - 1}" if attempt else "",
+        previous_pod=previous_pod,
     )
 
 
 def list_own_places() -> list[str]:
-    """Return the URLs and directories of the current task of Flyte, which it may open whatever its
+    """Return the URLs and directories that the current task of Flyte may open whatever its
     registration allows.
     """
     parameters, execution = flytekit.current_context(), current_execution()
@@ -66,13 +69,13 @@ def list_own_places() -> list[str]:
 
 
 def store_of_outputs() -> str:
-    """Return where Flyte keeps the outputs of all tasks, which are inputs of others."""
+    """Return the URL at which Flyte keeps the outputs of all tasks."""
     return str(flytekit.current_context().raw_output_prefix).rstrip("/").rsplit("/", 2)[0]
 
 
 def is_flyte_task() -> bool:
-    """Return True in a task that Flyte has started, where the launcher's inputs meet the task's own
-    rights.
+    """Return True in a task that Flyte has started. Such a task has rights of its own, which its
+    launcher's inputs must not abuse.
     """
     state = FlyteContextManager.current_context().execution_state
     return state is not None and state.mode is not None and not state.is_local_execution()
@@ -85,15 +88,18 @@ def node_and_attempt(
     attempt.
 
     The raw output prefix ends in EXECUTION-NODE-ATTEMPT, which is also the pod's name. Flyte
-    replaces that by a hash where it would grow too long. The path of the metadata prefix below
-    .../PROJECT-DOMAIN-EXECUTION/ has the same parts then, such as n2/data/0/n2-n1/0/n0/1 for the
-    second attempt of a node two levels down.
+    replaces this name by a hash if it is too long. Then the path of the metadata prefix below
+    .../PROJECT-DOMAIN-EXECUTION/ has the same parts, such as n2/data/0/n2-n1/0/n0/1 for the second
+    attempt of a node two levels down.
     """
     name = raw_output_prefix.rstrip("/").rpartition("/")[2]
-    if match := re.fullmatch(rf"{re.escape(execution)}-(.+)-(\d+)", name):
+    match = re.fullmatch(rf"{re.escape(execution)}-(.+)-(\d+)", name)
+    if match:
         return match[1], int(match[2])
     *_, path = re.split(
         rf"/[^/]*-{re.escape(execution)}/", output_metadata_prefix.rstrip("/"), maxsplit=1
     )
     node, _, attempt = path.rpartition("/")
-    return (node.replace("/", "-"), int(attempt)) if node and attempt.isdigit() else (name, 0)
+    if not node or not attempt.isdigit():
+        return name, 0
+    return node.replace("/", "-"), int(attempt)

@@ -23,9 +23,7 @@ def generate_names(
     prefix: str,
     max_length: int,
 ) -> list[str]:
-    """Generate `count` names that are not in `data`, with the model in `model_state` that a
-    pet-name recipe trained.
-    """
+    """Generate `count` names that are not in `data`, with a model that recipe pet_names trained."""
     from flyte_ddp.recipes.pet_names import generate as generator
     from flyte_ddp.recipes.pet_names.model import NameModel
 
@@ -50,7 +48,7 @@ def generate_text(
     """Continue `prompt` with the model in `model_state` that recipe text trained."""
     from flyte_ddp.recipes.text import model as generator
 
-    # every state of recipe text has its config and its tokenizer under this key
+    # Every state of recipe text has its config and its tokenizer under this key.
     model = generator.load_model(_read_state(model_state, "text", {"_extra_state"}))
     return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
 

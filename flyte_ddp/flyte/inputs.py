@@ -63,8 +63,8 @@ def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _leave_out_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what the user did not give. mashumaro's own option for it breaks its JSON
-    schema.
+    """Leave out the fields that the user did not give. mashumaro's own option for this breaks its
+    JSON schema.
     """
     return {name: value for name, value in values.items() if value is not None}
 
@@ -72,20 +72,22 @@ def _leave_out_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 if typing.TYPE_CHECKING:
     TrainingOverrides: typing.TypeAlias = Any
 else:
+    _hints = typing.get_type_hints(TrainingConfig)
+    _members = {
+        "__doc__": (
+            "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is "
+            "the recipe's default."
+        ),
+        "__module__": __name__,
+        "from_json": classmethod(_from_json),
+        "__pre_deserialize__": classmethod(_pre_deserialize),
+        "__post_serialize__": lambda self, values: _leave_out_nulls(values),
+    }
     TrainingOverrides = dataclasses.make_dataclass(
         "TrainingOverrides",
-        [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
+        [(name, kind | None, None) for name, kind in _hints.items()],
         frozen=True,
-        namespace={
-            "__doc__": (
-                "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is "
-                "the recipe's default."
-            ),
-            "__module__": __name__,
-            "from_json": classmethod(_from_json),
-            "__pre_deserialize__": classmethod(_pre_deserialize),
-            "__post_serialize__": lambda self, values: _leave_out_nulls(values),
-        },
+        namespace=_members,
     )
 
 
@@ -99,7 +101,7 @@ class ClusterInput(ClusterConfig):
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Refuse unknown fields, also of what comes from Flyte's console."""
+        """Refuse unknown fields, for example from Flyte's console."""
         cluster_config(values)
         return values
 
@@ -107,14 +109,14 @@ class ClusterInput(ClusterConfig):
 class ConfigTransformer(DataclassTransformer):  # type: ignore[misc]
     """Carry a config as JSON, with the schema of its fields for the form in Flyte's console.
 
-    flytekit's own transformer describes each field as a Flyte type besides, and warns of those that
-    are none. The console writes 3.0 for 3: both classes convert such numbers themselves, where
-    flytekit's repair fails at a list of any kind, which the options of a recipe may hold.
+    flytekit's own transformer also describes each field as a Flyte type, and warns about fields
+    without such a type. The console writes 3.0 for 3. Both config classes convert such numbers
+    themselves, because flytekit's repair fails at a list in a recipe's options.
     """
 
     def __init__(self, kind: type) -> None:
         super().__init__()
-        self._t = kind  # the base class serves any dataclass, and its constructor takes no type
+        self._t = kind  # The base class serves any dataclass, and its constructor takes no type.
         self._schema = build_json_schema(kind).to_dict()
 
     def get_literal_type(self, t: type) -> LiteralType:
@@ -127,11 +129,12 @@ class ConfigTransformer(DataclassTransformer):  # type: ignore[misc]
 class OptionalTransformer(UnionTransformer):  # type: ignore[misc]
     """Name the mistake in an optional input.
 
-    flytekit tries all variants of a union and drops their errors. What none of them accepted
-    arrives here as the text that was typed, and is "Cannot convert from ... to ..." to flytekit.
+    flytekit tries all variants of a union and drops their errors. A value that no variant accepts
+    arrives here as the user's text. flytekit itself would only print "Cannot convert from ... to
+    ...".
 
     Args:
-        refuse: names the mistake in a value of the types `refused`, if there is one.
+        refuse: function that raises an error with the mistake in a value of the types `refused`.
     """
 
     def __init__(self, kind: Any, refuse: Callable[[Any], None], refused: Any = str) -> None:
@@ -147,8 +150,8 @@ class OptionalTransformer(UnionTransformer):  # type: ignore[misc]
 
 
 class ObjectTransformer(OptionalTransformer):
-    """Take also a file that flytekit cannot read, such as JSON with a byte order mark, and name the
-    mistake in any other.
+    """Also accept a file that flytekit cannot read, such as JSON with a byte order mark, and name
+    the mistake in any other text.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -170,8 +173,11 @@ class ObjectTransformer(OptionalTransformer):
 
 
 def _read_text(kind: Any, text: str) -> Any:
+    field = "cluster"
+    if kind is TrainingOverrides:
+        field = "config"
     with flyte_errors():
-        values = read_object("config" if kind is TrainingOverrides else "cluster", text)
+        values = read_object(field, text)
     return kind.from_json(json.dumps(values, default=str))
 
 
@@ -187,33 +193,35 @@ def _refuse_grid(grid: Any) -> None:
         expand_grid(grid)
 
 
-# The inputs of the workflows, None where the user gives none: any other default of a JSON object
-# crashes flytekit's commands for what is registered, such as `pyflyte run remote-launchplan`. In
-# the form `X | None`, flytekit would not find the transformers registered below.
+# The inputs of the workflows. Their default is None: any other default of a JSON object crashes
+# flytekit's commands for registered entities, such as `pyflyte run remote-launchplan`. In the form
+# `X | None`, flytekit would not find the transformers registered below.
 OptionalOverrides = typing.Optional[TrainingOverrides]  # noqa: UP045
 OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
-# of a sweep, which requires it
+# A sweep requires a grid, although the type allows None.
 Grid = typing.Union[dict, list[dict], None]  # type: ignore[type-arg]  # noqa: UP007
 
-# From the tasks that resolve them to those that use them.
+# A task passes its resolved config to the tasks that follow.
 TypeEngine.register(ConfigTransformer(TrainingConfig))
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(ConfigTransformer(_kind))
     TypeEngine.register(ObjectTransformer(_kind))
 TypeEngine.register(OptionalTransformer(OptionalSource, _refuse_source))
-# Of a list too flytekit would only tell that no variant takes it.
+# Without this transformer, flytekit's error for a bad list would not name the mistake.
 TypeEngine.register(OptionalTransformer(Grid, _refuse_grid, (str, list)))
 
 
 def given(overrides: Any) -> Mapping[str, Any]:
     """Return the fields of `overrides` that the user gave."""
-    return {} if overrides is None else _leave_out_nulls(dataclasses.asdict(overrides))
+    if overrides is None:
+        return {}
+    return _leave_out_nulls(dataclasses.asdict(overrides))
 
 
 def location(source: OptionalSource) -> str:
-    """Return the path or URL that the user gave, "" for none. Nothing is downloaded: that is the
-    recipe's choice.
+    """Return the path or URL that the user gave; "" for none. Nothing is downloaded here, because
+    the recipe decides what to download.
     """
     if source is None:
         return ""

@@ -1,4 +1,4 @@
-"""The typed outputs of the training workflows, and the place of a local run's."""
+"""The typed outputs of the training workflows, and the directory for the outputs of a local run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from flyte_ddp.task_run.files import EXPORT
 from flyte_ddp.task_run.run import TaskRun
 from flyte_ddp.task_run.training import Trained
 
-OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory of the outputs
-# The beginnings of the outputs that a summary on the terminal has said.
+OUTPUTS = "outputs.json"  # file with all outputs that are not files themselves
+# Outputs that begin like this have been summarized on the terminal already.
 SUMMARIZED = tuple(
     f"{name}Outputs(" for name in ("Training", "Retraining", "Sweep", "Scaling", "Script")
 )
@@ -41,11 +41,11 @@ class TrainingOutputs(NamedTuple):
     weights_only=True))`.
     """
 
-    # share of held-out targets predicted correctly, in [0, 1]; none without an accuracy
+    # accuracy on the held-out data after each epoch, in [0, 1]; empty without an accuracy
     epoch_accuracies: list[float]
     # the held-out loss and every metric of the recipe after each epoch, by name
     epoch_metrics: dict[str, list[float]]
-    # the state dict after the best epoch, or the last (config.model_state); on the CPU
+    # the state dict after the best or the last epoch (config.model_state), on the CPU
     model_state: PythonPickledFile
     report: FlyteFile  # the HTML page that the Deck shows too
     history: FlyteFile  # every event of the run, as JSON lines
@@ -57,19 +57,19 @@ class RetrainingOutputs(NamedTuple):
     to train.
     """
 
-    outcome: str  # one of flyte_ddp.promotion.policy.Outcome
-    reason: str  # for the outcome, one line for people
+    outcome: str  # value of flyte_ddp.promotion.policy.Outcome
+    reason: str  # reason for the outcome, one line for people
     champion: str  # the version in use now; "" for none
-    # test_loss and the recipe's metrics, of challenger and champion, as far as measured
+    # measured test_loss and metrics of challenger and champion
     metrics: dict[str, float]
     report: FlyteFile  # the HTML page that the Deck shows too
-    # of the challenger, as of `TrainingOutputs`; none where nothing was trained
+    # the challenger's files, as in `TrainingOutputs.export`; None if nothing was trained
     export: FlyteDirectory | None
 
 
 def output_file(run: TaskRun, name: str) -> FlyteFile:
-    """Return file `name` of the task's directory as an output, in a pod with a URL that is known
-    already.
+    """Return file `name` of the task's directory as an output. In a pod the output has a URL that
+    is known already.
     """
     files = run.files
     with log_failures(name):
@@ -102,8 +102,8 @@ def output_report(run: TaskRun) -> FlyteFile:
 
 
 def say_outputs(run: TaskRun, outputs: Any) -> None:
-    """Print where the files among the outputs are: their URLs in a pod, their paths in a local run.
-    Keep the others beside them.
+    """Print the places of the files among the outputs: URLs in a pod, paths in a local run. Write
+    the other outputs to a file beside them.
     """
     keep_values(run.files.output_directory, OUTPUTS, outputs)
     for name, file in outputs._asdict().items():
@@ -117,8 +117,8 @@ def say_outputs(run: TaskRun, outputs: Any) -> None:
 
 
 def keep_values(directory: Path | None, name: str, outputs: Any) -> None:
-    """Write those of a task's outputs that are no files to file `name` of a local run's directory,
-    if it has one.
+    """Write the outputs that are no files to file `name` of a local run's directory, if it has
+    one.
     """
     files = FlyteFile, FlyteDirectory, StructuredDataset, type(None)
     values = {
@@ -131,11 +131,13 @@ def keep_values(directory: Path | None, name: str, outputs: Any) -> None:
 
 
 def open_output_directory(output: str, name: str) -> Path | None:
-    """Return the directory of a local run's outputs: `output`; by default in `pyflyte run` a new
-    one, runs/NAME, for all tasks of the command, and else None, for the task's own.
+    """Return the directory of a local run's outputs: `output`.
+
+    The default in `pyflyte run` is a new directory, runs/NAME, for all tasks of the command.
+    Otherwise the default is None, which means the task's own directory.
 
     Raises:
-        ConfigError: a directory that takes no files, or one for a run on Flyte.
+        ConfigError: the directory takes no files, or a run on Flyte got a directory.
     """
     if is_flyte_task():
         if output:
@@ -145,7 +147,8 @@ def open_output_directory(output: str, name: str) -> Path | None:
             )
         return None
     command = click.get_current_context(silent=True)
-    if command is not None and __name__ not in command.meta:  # in the first task of the command
+    # Only the first task of a command makes the directory.
+    if command is not None and __name__ not in command.meta:
         command.with_resource(contextlib.redirect_stdout(_WithoutOutputs(sys.stdout)))
         if not output:
             output = str(make_run_directory(name.rpartition(".")[2]))
@@ -153,12 +156,14 @@ def open_output_directory(output: str, name: str) -> Path | None:
         command.meta[__name__] = output
     if command is not None:
         output = command.meta[__name__]
-    return _make_directory(output) if output else None
+    if not output:
+        return None
+    return _make_directory(output)
 
 
 def _make_directory(output: str) -> Path:
-    """Return the directory that a user gave for the outputs of a local run. Raises ConfigError if
-    it takes no files.
+    """Make and return the user's directory for the outputs of a local run. Raises ConfigError if
+    the directory takes no files.
     """
     try:
         directory = Path(output).expanduser().resolve()
@@ -173,8 +178,10 @@ def _make_directory(output: str) -> Path:
 
 
 class _WithoutOutputs:
-    """The standard output of `pyflyte run` without the one line of all outputs that flytekit prints
-    last, with every epoch's numbers. It has no option for that; outputs.json has the numbers.
+    """The standard output of `pyflyte run` without flytekit's last line.
+
+    That line contains all outputs, with every epoch's numbers. flytekit has no option against it,
+    and outputs.json has the numbers.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -13,8 +13,9 @@ from flytekit.core.resources import ResourceSpec
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 
 SHARED_MEMORY = "/dev/shm"
-PRIMARY_CONTAINER = "primary"  # flytekit completes it with the task's image, command and resources
-# of the pod that waits for the ranks of other pods
+# name of the container that flytekit completes with the task's image, command and resources
+PRIMARY_CONTAINER = "primary"
+# requests and limits of a driver's pod, which waits for the ranks in other pods
 DRIVER_RESOURCES = Resources(cpu="1", mem="2Gi")
 FOR_RANKS = ("accelerator", "pod_template", "pod_template_name", "secret_requests")
 
@@ -22,8 +23,8 @@ FOR_RANKS = ("accelerator", "pod_template", "pod_template_name", "secret_request
 def fit_own_pod(options: dict[str, Any], increase_shared_mem: bool) -> dict[str, Any]:
     """Return the options of a task whose ranks run in its own pod.
 
-    With `increase_shared_mem` they have all of the pod's memory as shared memory, as Elastic does
-    it, unless the task or its pod template has some already.
+    With `increase_shared_mem` the ranks get all of the pod's memory as shared memory, as with
+    Elastic. A task or a pod template with shared memory of its own stays as it is.
     """
     options = dict(options)
     spec = getattr(options.get("pod_template"), "pod_spec", None)
@@ -32,17 +33,15 @@ def fit_own_pod(options: dict[str, Any], increase_shared_mem: bool) -> dict[str,
     if increase_shared_mem and not options.get("shared_memory") and SHARED_MEMORY not in mounts:
         options["shared_memory"] = True
     gpus = describe_pods(options).get("gpus_per_node", 0)
-    if gpus:  # a pod that cannot see its GPUs must not train without them in silence
-        options["environment"] = {
-            REQUESTED_VARIABLE: str(gpus),
-            **(options.get("environment") or {}),
-        }
+    if gpus:  # A pod that cannot see its GPUs must not train without them in silence.
+        own = options.get("environment") or {}
+        options["environment"] = {REQUESTED_VARIABLE: str(gpus), **own}
     return options
 
 
 def fit_driver_pod(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a task whose ranks run in other pods, and the names of those that would
-    be for these.
+    """Return the options of a task with ranks in other pods, and the names of the options that do
+    not reach these pods.
     """
     sizes = ("requests", "limits", "resources")
     driver = {
@@ -55,10 +54,8 @@ def fit_driver_pod(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what the sizes among a task's options mean for a cluster: gpus_per_node, worker_cpus,
-    worker_memory.
-
-    Also shared_memory, if the task names its size.
+    """Return a task's sizes as fields of a cluster: gpus_per_node, worker_cpus and worker_memory;
+    shared_memory as well, if the task names its size.
     """
     if options.get("resources") is not None:
         spec = ResourceSpec.from_multiple_resource(options["resources"])
@@ -68,24 +65,29 @@ def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
 
     def either(name: str) -> Any:
         value = getattr(limits, name)
-        return getattr(requests, name) if value is None else value
+        if value is None:
+            value = getattr(requests, name)
+        return value
 
     pods: dict[str, Any] = {}
-    if gpus := int(either("gpu") or 0):
+    gpus, cpus, memory = int(either("gpu") or 0), either("cpu"), either("mem")
+    shared = options.get("shared_memory")
+    if gpus:
         pods["gpus_per_node"] = gpus
-    if (cpus := either("cpu")) is not None:
-        text = str(cpus)
-        pods["worker_cpus"] = float(text[:-1]) / 1000 if text.endswith("m") else float(text)
-    if (memory := either("mem")) is not None:
+    if cpus is not None and str(cpus).endswith("m"):
+        pods["worker_cpus"] = float(str(cpus)[:-1]) / 1000
+    elif cpus is not None:
+        pods["worker_cpus"] = float(str(cpus))
+    if memory is not None:
         pods["worker_memory"] = str(memory)
-    if isinstance(shared := options.get("shared_memory"), str):
+    if isinstance(shared, str):
         pods["shared_memory"] = shared
     return pods
 
 
 def pod_with(grace: int, ports: Mapping[str, int]) -> PodTemplate:
-    """Return the template of a task's pod that is killed `grace` seconds after SIGTERM and declares
-    named `ports`.
+    """Return the template of a task's pod. The pod declares the named `ports`, and is killed
+    `grace` seconds after SIGTERM.
     """
     from kubernetes.client import V1Container, V1ContainerPort, V1PodSpec
 

@@ -21,7 +21,7 @@ from flyte_ddp.task_run import prediction
 
 class PredictionOutputs(NamedTuple):
     predictions: FlyteDirectory  # Parquet files, in the order of the samples, and their manifest
-    num_rows: int  # in all of them
+    num_rows: int  # rows in all files
 
 
 @task_body
@@ -38,8 +38,7 @@ def predict(
 ) -> PredictionOutputs:
     """Predict `data` with a trained model: on this task's machine, or on the nodes of `cluster`.
 
-    An attempt after another one goes on where that ended. `output` is by default a place of the
-    execution's own.
+    Each attempt continues the previous one. `output` is by default a place of the execution's own.
     """
     fields = given(config)
     check_cluster(cluster)

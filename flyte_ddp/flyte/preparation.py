@@ -1,4 +1,4 @@
-"""Fetch and check a recipe's data, once, before any GPU is asked for."""
+"""Fetch and check a recipe's data, once, before any GPU is requested."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from flyte_ddp.recipes.prepare import describe_data, prepare_data
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
-    """Return what the cache of a training task compares: the data and the recipe's code, not where
-    the data lie.
+    """Return the key of a training task's cache: the data and the recipe's code, but not the data's
+    place.
     """
     note = describe_data(directory.path)
     return f"{note['fingerprint']}-{note['recipe_version']}"
@@ -46,7 +46,8 @@ class Prepared(NamedTuple):
     """The inputs of the tasks that follow, resolved and checked."""
 
     data: PreparedData
-    # its initial model state with a checksum, which the cache of a training compares too
+    # The initial model state in the config has a checksum, because the training's cache compares
+    # it too.
     config: TrainingConfig
     cluster: ClusterInput
 
@@ -59,15 +60,16 @@ def prepare(
     cluster: OptionalCluster = None,
     trains_here: bool = False,
 ) -> Prepared:
-    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's
-    own.
+    """Check and resolve the inputs, and prepare the data of `recipe`: `source` or the recipe's own
+    data.
 
-    In a local run `trains_here` says that the ranks are processes of this machine: what they import
-    is imported meanwhile.
+    With `trains_here` in a local run, the ranks are processes of this machine. Then their modules
+    are imported meanwhile.
     """
     if trains_here and not is_flyte_task():
-        # to import another may take as long
-        built_in = get_recipe(recipe) if recipe in BUILTIN else None
+        built_in = None
+        if recipe in BUILTIN:  # The import of any other recipe may itself take seconds.
+            built_in = get_recipe(recipe)
         start_server(slow_imports(given(config), built_in))
     resolved = check_config(config_of(recipe, given(config)))
     check_cluster(cluster)

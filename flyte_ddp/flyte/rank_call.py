@@ -2,10 +2,10 @@
 literals.
 
 Inputs and outputs cross machines as Flyte's own literals (protobuf), not as pickled values. So a
-FlyteFile is a URL that each rank downloads on its own machine, no credentials of the driver's file
-system travel with it, and what a worker sends is never executed. Rank 0 converts its return values
-itself, because the files that it returns are on its machine: flytekit uploads them from there to
-the task's own prefix.
+FlyteFile is a URL that each rank downloads on its own machine. No credentials of the driver's file
+system travel with it, and a worker's message is never executed. Rank 0 converts its return values
+itself, because its files are on its machine: flytekit uploads them from there to the task's own
+prefix.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from flyte_ddp.storage import flyte_storage_environment
 class TaskCall:
     """A call of a task's function, to be made in every rank."""
 
-    module: str  # where the ranks find the task, as `attribute`; "" if they cannot import it
-    attribute: str
-    task: bytes  # pickled, where they cannot
-    inputs: bytes  # of the task, a LiteralMap
-    raw_output_prefix: str  # of the task's execution, as what follows
-    output_metadata_prefix: str
-    checkpoints: tuple[str | None, str | None]  # Flyte's own
+    module: str  # module from which ranks import the task; "" if they cannot import it
+    attribute: str  # name of the task in its module
+    task: bytes  # the pickled task; b"" if ranks can import it
+    inputs: bytes  # the task's inputs, a LiteralMap
+    raw_output_prefix: str  # URL of the execution for outputs
+    output_metadata_prefix: str  # URL of the execution for metadata
+    checkpoints: tuple[str | None, str | None]  # Flyte's own paths: this attempt's, previous one's
 
     def __call__(self) -> bytes:
         os.environ.update(flyte_storage_environment())
         with setup_execution(
             self.raw_output_prefix, self.output_metadata_prefix, *self.checkpoints
         ) as context:
-            task = (
-                getattr(importlib.import_module(self.module), self.attribute)
-                if self.module
-                else cloudpickle.loads(self.task)
-            )
+            if self.module:
+                task = getattr(importlib.import_module(self.module), self.attribute)
+            else:
+                task = cloudpickle.loads(self.task)
             inputs = TypeEngine.literal_map_to_kwargs(
                 context, parse_literals(self.inputs), task.python_interface.inputs
             )
@@ -72,7 +71,7 @@ def parse_literals(message: bytes) -> LiteralMap:
 
 
 def unpack(value: bytes) -> tuple[LiteralMap, list[tuple[str, str]]]:
-    """Return the outputs and the Decks, by name and HTML, that `TaskCall` returned."""
+    """Return the outputs and the Decks (name and HTML) from the return value of `TaskCall`."""
     values = json.loads(value)
     return parse_literals(base64.b64decode(values["outputs"])), [
         (name, html) for name, html in values["decks"]
@@ -85,9 +84,7 @@ def _render_decks(
     outputs: dict[str, Any],
     context: FlyteContext,
 ) -> list[tuple[str, str]]:
-    """Return the Decks that the function made, and those that flytekit makes of inputs, outputs and
-    source.
-    """
+    """Return the function's own Decks, and flytekit's Decks of inputs, outputs and source."""
     if not task.enable_deck:
         return []
     parameters = context.user_space_params
@@ -98,14 +95,16 @@ def _render_decks(
 
 
 class _Recoverable(Exception):
-    """A FlyteRecoverableException of the user's, or a subclass, as it leaves the rank: by its
-    class's name and text.
+    """A user's FlyteRecoverableException, or a subclass, in the form that leaves the rank: name of
+    the class, and text.
     """
 
     def __init__(self, error: FlyteRecoverableException) -> None:
         name = type(error).__name__
         text = ",".join(map(str, error.args))
-        super().__init__(text if name == self.__class__.__name__ else f"{name}: {text}")
+        if name != self.__class__.__name__:
+            text = f"{name}: {text}"
+        super().__init__(text)
 
 
 _Recoverable.__name__ = FlyteRecoverableException.__name__

@@ -1,7 +1,7 @@
-"""`flyte-ddp register`: check what would be shipped, then call `pyflyte register`.
+"""`flyte-ddp register`: check the files to ship, then call `pyflyte register`.
 
 Code travels with the registration, and Flyte's own hash is its version. The settings are part of
-it: see `flyte_ddp.flyte.resources.pod`.
+the version: see `flyte_ddp.flyte.resources.pod`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ from flyte_ddp.observers.streams import print_line
 from flyte_ddp.task_run.settings import IMAGE_EXAMPLE, IMAGE_PATTERN, Settings, load_settings
 
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
-# what lies in a project and is no part of a registration
+# directories of a project that are no part of a registration
 LEFT_OUT = (".venv", "runs", "wandb")
 PROJECT_OPTIONS = (
     ("--project", "(default flytesnacks)", "flytesnacks"),
     ("--domain", "(default development)", "development"),
+)
+OPTIONS = (
+    *PROJECT_OPTIONS,
+    ("--image", "of every task (default: the settings')", ""),
+    ("--service-account", "of the launch plans (default: the settings')", ""),
+    ("--version", "(default: a hash, by Flyte)", ""),
+    ("--activate", "start the schedules", False),
+    ("--dry-run", "send nothing", False),
 )
 
 
@@ -40,38 +48,34 @@ def main(arguments: Sequence[str]) -> int:
     """Register the workflows of the project in the working directory; return pyflyte's status.
 
     Raises:
-        ConfigError: bad settings, no image, or what would be left out or shipped by mistake.
+        ConfigError: the settings are bad, there is no image, or a file would be left out or shipped
+            by mistake.
     """
-    options = make_parser(
-        "register",
-        "Register the workflows of this directory's project, with its code.",
-        (
-            *PROJECT_OPTIONS,
-            ("--image", "of every task (default: the settings')", ""),
-            ("--service-account", "of the launch plans (default: the settings')", ""),
-            ("--version", "(default: a hash, by Flyte)", ""),
-            ("--activate", "start the schedules", False),
-            ("--dry-run", "send nothing", False),
-        ),
-        epilog="The settings are those of settings.toml and the variables that it names.",
-    ).parse_args(arguments)
+    about = "Register the workflows of this directory's project, with its code."
+    epilog = "The settings are those of settings.toml and the variables that it names."
+    options = make_parser("register", about, OPTIONS, epilog=epilog).parse_args(arguments)
     settings = load_settings(Path(SETTINGS_FILE))
     if options.image:
         check("--image", options.image, str, Limits(pattern=IMAGE_PATTERN, example=IMAGE_EXAMPLE))
     image = options.image or find_image(settings)
     origin = SETTINGS_FILE
-    if options.image or os.environ.get("IMAGE"):
-        origin = "--image" if options.image else "IMAGE"
+    if options.image:
+        origin = "--image"
+    elif os.environ.get("IMAGE"):
+        origin = "IMAGE"
     check_shipped(settings)
     copy, version = "all", options.version
-    if options.dry_run:  # which must not need a Flyte: pyflyte uploads what it packs
+    if options.dry_run:  # A dry run must not need a Flyte, but pyflyte uploads the files it packs.
         copy, version = "none", version or "dry-run"
     command = [*PYFLYTE, "register", "--copy", copy, "--image", image]
     command += ["--project", options.project, "--domain", options.domain]
     command += ["--service-account", options.service_account or settings.service_account]
-    command += ["--version", version] if version else []
-    command += ["--activate-launchplans"] if options.activate else []
-    command += ["--dry-run"] if options.dry_run else []
+    if version:
+        command += ["--version", version]
+    if options.activate:
+        command.append("--activate-launchplans")
+    if options.dry_run:
+        command.append("--dry-run")
     print_line(f"image: {image} ({origin}), of every task, driver and worker")
     environment = {**os.environ, "IMAGE": image, COMMIT_VARIABLE: describe_commit()}
     return subprocess.call([*command, "workflows"], env=environment)
@@ -85,7 +89,7 @@ def find_image(settings: Settings) -> str:
 
 
 def check_shipped(settings: Settings) -> None:
-    """Raise ConfigError for what `--copy all` would leave out, or ship by mistake."""
+    """Raise ConfigError for a file that `--copy all` would leave out, or ship by mistake."""
     kinds = [GitIgnore, DockerIgnore, StandardIgnore, FlyteIgnore]
     ignored = IgnoreGroup(os.getcwd(), kinds)
     for name in (SETTINGS_FILE, "workflows", *settings.recipes):

@@ -1,5 +1,5 @@
-"""The launch plan of a retraining: its schedule, inputs and notifications, as settings.toml has
-them; and what its workflow needs of flytekit.
+"""The launch plan of a retraining: its schedule, inputs and notifications from settings.toml. Also
+a workaround for flytekit's conditionals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flyte_ddp.task_run.settings import SETTINGS, delaying_errors
 KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that are JSON objects
 
-# Not for a success: one message every night would hide the others.
+# A success sends no message: one message every night would hide the others.
 PHASES = [
     WorkflowExecutionPhase.FAILED,
     WorkflowExecutionPhase.ABORTED,
@@ -38,22 +38,29 @@ def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
     not activate it.
 
     A fixed rate is no option: Flyte's scheduler passes the kickoff time to cron schedules only. A
-    start that finds the execution before still running is skipped.
+    start is skipped while the previous execution still runs.
 
-    An input in the settings that cannot be used fails the run, not the import.
+    A bad input in the settings fails the run, not the import.
     """
     inputs: dict[str, Any] = {}
     with delaying_errors():
         inputs = _inputs(workflow, SETTINGS.retrain_inputs)
-    emails, cron = list(SETTINGS.notify_emails), SETTINGS.schedule
+    # Flytekit's commands for registered launch plans cannot show a JSON object as a default.
+    fixed = {name: value for name, value in inputs.items() if name in STRUCTS}
+    defaults = {name: value for name, value in inputs.items() if name not in STRUCTS}
+    schedule = None
+    if SETTINGS.schedule:
+        schedule = CronSchedule(schedule=SETTINGS.schedule, kickoff_time_input_arg=KICKOFF_TIME)
+    notifications = []
+    if SETTINGS.notify_emails:
+        notifications.append(Email(PHASES, list(SETTINGS.notify_emails)))
     return LaunchPlan.get_or_create(
         workflow=workflow,
         name=name,
-        default_inputs={name: value for name, value in inputs.items() if name not in STRUCTS},
-        # Flytekit's commands for registered launch plans cannot show a JSON object as a default.
-        fixed_inputs={name: value for name, value in inputs.items() if name in STRUCTS},
-        schedule=CronSchedule(schedule=cron, kickoff_time_input_arg=KICKOFF_TIME) if cron else None,
-        notifications=[Email(PHASES, emails)] if emails else [],
+        default_inputs=defaults,
+        fixed_inputs=fixed,
+        schedule=schedule,
+        notifications=notifications,
         concurrency=ConcurrencyPolicy(max_concurrency=1),
         auto_activate=False,
     )
@@ -61,8 +68,10 @@ def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
 
 @contextlib.contextmanager
 def inner_branch() -> Iterator[None]:
-    """Let the block have a conditional in a branch of another. In a local run, flytekit would have
-    one state for both: it runs what the inner one does not take, and nothing after it.
+    """Let the block contain a conditional in a branch of another conditional.
+
+    Without this a local run of flytekit has one state for both conditionals. It runs the branch
+    that the inner conditional does not take, and nothing after it.
     """
     builder = FlyteContextManager.current_context().new_builder()
     builder.in_a_condition = False
@@ -71,7 +80,7 @@ def inner_branch() -> Iterator[None]:
 
 
 def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs in the settings as the workflow takes them."""
+    """Return the inputs in the settings, converted to the types of the workflow."""
     kinds = {
         name: kind
         for name, kind in workflow.python_interface.inputs.items()
@@ -90,6 +99,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return STRUCTS[name].from_json(json.dumps(value))
     if kind in (str, int, float):
         return check(f"retrain_inputs.{name}", value, kind)
-    if not isinstance(value, str) or "://" not in value:  # a path would be uploaded at every import
+    # A path would be uploaded at every import.
+    if not isinstance(value, str) or "://" not in value:
         raise ConfigError(f"retrain_inputs.{name}: expected a URL, got {value!r}")
     return FlyteDirectory(value)

@@ -1,7 +1,7 @@
-"""The options of @task for the tasks of a project, from its settings, and what else is registered
-with a task.
+"""The options of @task for the tasks of a project, from its settings, and other facts that are
+registered with a task.
 
-Local runs ask for nothing.
+Local runs request no resources.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 from flyte_ddp.task_run.origin import code_version
 from flyte_ddp.task_run.settings import SETTINGS, Size, check_settings
 
-# Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a
-# second `pyflyte run` would return at once, with paths of files that are gone. Set it to "true" to
-# use that cache.
+# Flyte's local cache remembers outputs for longer than their temporary directory exists: a second
+# `pyflyte run` would return at once, with paths of deleted files. Set the variable to "true" to use
+# that cache.
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
-LIBRARY_VARIABLE = "FLYTE_DDP_LIBRARY"  # of every task: what it was registered with
+LIBRARY_VARIABLE = "FLYTE_DDP_LIBRARY"  # variable of every task with the registered versions
 TRACKING = SETTINGS.tracking_place
-# Only W&B's mode online needs the key. Flyte mounts secrets as optional: a task whose secret is
-# missing starts, and records offline.
-KEY_SECRETS = {  # by the variable of the key
+# secrets by the variable of the key
+KEY_SECRETS = {
     "WANDB_API_KEY": Secret(group="wandb", key="api_key"),
     "MLFLOW_TRACKING_TOKEN": Secret(group="mlflow", key="token"),
 }
-SECRETS = {
-    "wandb": [KEY_SECRETS["WANDB_API_KEY"]] if SETTINGS.wandb_mode == "online" else [],
-    "mlflow": [KEY_SECRETS["MLFLOW_TRACKING_TOKEN"]],
-}.get(SETTINGS.tracking, [])
+# Only W&B's mode online needs the key. Flyte mounts secrets as optional: a task without its secret
+# starts, and records offline.
+SECRETS: list[Secret] = []
+if SETTINGS.tracking == "wandb" and SETTINGS.wandb_mode == "online":
+    SECRETS = [KEY_SECRETS["WANDB_API_KEY"]]
+elif SETTINGS.tracking == "mlflow":
+    SECRETS = [KEY_SECRETS["MLFLOW_TRACKING_TOKEN"]]
 WANDB_ENVIRONMENT = SETTINGS.wandb_environment
 
 
@@ -55,30 +57,31 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
 
     Args:
         size: requests and limits, with CPUs and memory once for each GPU, and the timeout.
-        gpus: of the pod, which fails where it finds fewer.
-        trains: the task trains or drives a training: it has a Deck, the tracker's secret and
-            variables, time for a last checkpoint, and serves its figures.
-        deck: a Deck alone, with the report: flytekit's own tabs repeat the source and the inputs.
+        gpus: GPUs of the pod; the pod fails if it finds fewer.
+        trains: the task trains or drives a training. It has a Deck, the tracker's secret and
+            variables, and time for a last checkpoint, and it serves its figures.
+        deck: the task has a Deck with the report. flytekit's own tabs, which repeat source and
+            inputs, are left out.
     """
     share = max(1, gpus)
+    environment = {LIBRARY_VARIABLE: library_version(), **SETTINGS.tracking_environment}
+    num_gpus = None
+    if gpus:
+        num_gpus = environment[REQUESTED_VARIABLE] = str(gpus)
     # Requests and limits are alike: with `resources=` alone Flyte sets no limits, and Kubernetes
     # may then evict the pod in favour of others.
     asked = Resources(
         cpu=str(size.cpus * share),
         mem=f"{size.memory_gib * share}Gi",
         ephemeral_storage=f"{size.disk_gib}Gi",
-        gpu=str(gpus) if gpus else None,
+        gpu=num_gpus,
     )
-    environment = {
-        LIBRARY_VARIABLE: library_version(),
-        **SETTINGS.tracking_environment,
-        **({REQUESTED_VARIABLE: str(gpus)} if gpus else {}),
-    }
     versions = {"flyte-ddp/settings": SETTINGS.digest}
-    if commit := os.environ.get(COMMIT_VARIABLE):
+    commit = os.environ.get(COMMIT_VARIABLE)
+    if commit:
         environment[COMMIT_VARIABLE] = versions["flyte-ddp/commit"] = commit
     template = RegisteredPod(annotations=versions)
-    # The timeout is that of an attempt, its waiting for a node included. Zero is no limit.
+    # The timeout limits an attempt, including its wait for a node. Zero is no limit.
     options: dict[str, Any] = {
         "requests": asked,
         "limits": asked,
@@ -88,17 +91,19 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         "container_image": SETTINGS.image or None,
     }
     if size.shared_memory_gib:
-        # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has
-        # 64 MB of.
+        # Ranks and loader processes pass tensors through /dev/shm. By default a container has only
+        # 64 MB of it.
         options["shared_memory"] = f"{size.shared_memory_gib}Gi"
     if gpus and SETTINGS.gpu_type:
         options["accelerator"] = GPUAccelerator(SETTINGS.gpu_type)
     if trains:
         grace, port = SETTINGS.termination_grace, SETTINGS.metrics_port
-        # the pod declares the port of the figures for the PodMonitor
-        serving = {PORT_VARIABLE: str(port)} if port else {}
-        environment |= {**WANDB_ENVIRONMENT, **serving, GRACE_VARIABLE: str(grace)}
-        template.pod_spec = pod_with(grace, {PORT_NAME: port} if port else {}).pod_spec
+        environment |= {**WANDB_ENVIRONMENT, GRACE_VARIABLE: str(grace)}
+        ports = {}
+        if port:  # The pod declares the port of the figures for the PodMonitor.
+            environment[PORT_VARIABLE] = str(port)
+            ports[PORT_NAME] = port
+        template.pod_spec = pod_with(grace, ports).pod_spec
         options["secret_requests"] = SECRETS
     if trains or deck:
         options |= {"enable_deck": True, "deck_fields": ()}
@@ -106,8 +111,8 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
 
 
 class RegisteredPod(PodTemplate):  # type: ignore[misc]
-    """The pod of a task. Flyte's version counts its hash, which a registration with bad settings
-    does not get.
+    """The pod of a task. Flyte's version includes its hash. A registration with bad settings fails
+    when it computes this hash.
     """
 
     def version_hash(self) -> str:
@@ -119,7 +124,8 @@ class RegisteredPod(PodTemplate):  # type: ignore[misc]
 def library_version() -> str:
     """Return the versions of this package and of torch, which a task's pod compares with its own.
 
-    This package's is a hash of its files: a checkout has one version for a long time.
+    The version of this package is a hash of its files, because a checkout keeps one version number
+    for a long time.
     """
     library = compute_digest_of_files(source_files(["flyte_ddp"]))
     return f"flyte_ddp {library[:8]}, torch {version('torch')}"
@@ -136,18 +142,18 @@ def check_library() -> None:
         )
 
 
-# All recipes, because one may import others by computed names: a miss costs less than a wrong hit.
+# The version covers all recipes, because a recipe may import others by computed names. A miss costs
+# less than a wrong hit.
 TRAINING_CACHE = Cache(version=code_version(SETTINGS.recipes), ignored_inputs=("checkpoints",))
 
 
 class wandb_link(ClassDecorator):  # type: ignore[misc]
-    """Links the task in Flyte's console to its W&B run, where registration knows the entity that
-    the run belongs to.
+    """Links the task in Flyte's console to its W&B run, if registration knows the run's entity.
 
-    `flytekitplugins.wandb.wandb_init` does that too, but it also starts the run itself: only with a
-    key, never offline, under an id that changes with every attempt, and a failure of W&B ends the
-    task. Its link types take the attempt for part of the id, so ours has a name of its own; the
-    console needs the template in deploy/README.md.
+    `flytekitplugins.wandb.wandb_init` links the task too, but it also starts the run itself: only
+    with a key, never offline, and under an id that changes with every attempt. A failure of W&B
+    then ends the task. Its link types include the attempt in the id, so this link has a name of its
+    own. The console needs the template in deploy/README.md.
     """
 
     def execute(self, *args: object, **kwargs: object) -> object:

@@ -43,8 +43,8 @@ from flyte_ddp.task_run.origin import code_version
 from flyte_ddp.task_run.retraining import format_kickoff, open_champions, record_outcome
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
-# The kickoff time that stands for the time at which the first task begins. A default has to be a
-# time: of an optional one Flyte's scheduler would know no type.
+# This kickoff time stands for the time at which the first task begins. The default has to be a
+# time, because Flyte's scheduler cannot fill in an optional input.
 NOW = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
 DECK_NAME = "Retraining"
 
@@ -67,9 +67,9 @@ class RetrainingPlan(NamedTuple):
 
     train_on: str  # one_node, cluster or nothing
     retraining: Retraining
-    parent: str  # that of `retraining`
+    parent: str  # same as `retraining.parent`
     data: PreparedData
-    config: TrainingConfig  # of the challenger, with the weights that it starts from
+    config: TrainingConfig  # config of the challenger, with its initial weights
     cluster: ClusterInput
 
 
@@ -91,33 +91,32 @@ def plan_retraining(
     """Prepare the data, and decide, before a GPU is requested, if there is a challenger to train,
     and from which weights.
 
-    Where it does not start from a champion, it starts as its config says.
+    A challenger that does not start from a champion starts from the weights of its config.
     """
     check("train_on", train_on, str, Limits(choices=(ONE_NODE, CLUSTER)))
-    if output:  # by default it is made when there is something to keep
+    if output:  # The default directory is made when there is something to keep.
         open_output_directory(output, recipe)
     check_urls(champion=champion)
     execution = current_execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
     store = open_champions(execution, recipe, champion)
     prepared = prepare(recipe, config, source, cluster)
-    retraining = Retraining(
-        recipe,
-        store.url,
-        store.in_use().version,
-        criteria,
-        format_kickoff(None if kickoff_time == NOW else kickoff_time),
-        outcome="",
-        reason="",
-    )
+    kickoff = format_kickoff(kickoff_time)
+    if kickoff_time == NOW:
+        kickoff = format_kickoff(None)
+    parent = store.in_use().version
+    retraining = Retraining(recipe, store.url, parent, criteria, kickoff, outcome="", reason="")
     planned = plan(store, _challenge(retraining, prepared.config, prepared.data), criteria)
+    if planned.outcome:
+        train_on = NOTHING
     start = planned.initial_state or prepared.config.initial_model_state
+    started = dataclasses.replace(prepared.config, initial_model_state=start)
     return RetrainingPlan(
-        train_on=train_on if not planned.outcome else NOTHING,
+        train_on=train_on,
         retraining=dataclasses.replace(retraining, outcome=planned.outcome, reason=planned.reason),
-        parent=retraining.parent,
+        parent=parent,
         data=prepared.data,
-        config=pin_initial_state(dataclasses.replace(prepared.config, initial_model_state=start)),
+        config=pin_initial_state(started),
         cluster=prepared.cluster,
     )
 
@@ -135,9 +134,9 @@ def judge_challenger(
     is better.
 
     Args:
-        export: the challenger's; a promoted version keeps the run card, and the retraining returns
-            all of it.
-        output: directory of a local run's outputs, where the challenger's are already.
+        export: the challenger's files. A promoted version keeps the run card, and the retraining
+            returns all of them.
+        output: directory of a local run's outputs, which contains the challenger's already.
     """
     check_requested_gpus()
     check_urls(champion=retraining.champion)
@@ -155,7 +154,7 @@ def judge_challenger(
 
 @task_body
 def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs:
-    """Report why nothing was trained. `output` is as of `judge_challenger`."""
+    """Report why nothing was trained. `output` is the same as in `judge_challenger`."""
     check_urls(champion=retraining.champion)
     result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
     return _outputs(retraining, result, output)

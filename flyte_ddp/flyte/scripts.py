@@ -1,7 +1,7 @@
 """Run a script of the user's own in a task, and take the script as a Flyte input.
 
-What the user types is a script, or a directory with one. The directory travels: pyflyte packs it
-into one archive when it converts the input, so a local run and a remote one ship the same files.
+The user gives a script, or a directory with a script. The whole directory is shipped: pyflyte packs
+it into one archive when it converts the input, so a local run and a remote run ship the same files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script
 
 
 class ScriptOutputs(NamedTuple):
-    outputs: FlyteDirectory  # what rank 0's node has written to {outputs}
+    outputs: FlyteDirectory  # files that rank 0's node has written to {outputs}
     log: FlyteFile  # every line that the ranks printed
     history: FlyteFile  # every event of the run, as JSON lines
     report: FlyteFile  # the HTML page that the Deck shows too
@@ -47,11 +47,10 @@ def run_script(
     checkpoints: str = "",
     output: str = "",
 ) -> ScriptOutputs:
-    """Run a script in every rank of a Dask cluster that is started for it and taken down
-    afterwards.
+    """Run a script in every rank of a new Dask cluster, which is deleted afterwards.
 
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
-    `output` is the directory in which a local run leaves its outputs; by default runs/NAME.
+    `output` is the directory for the outputs of a local run; by default runs/NAME.
     """
     name = Path(entry_point or location(script)).stem
     report = Report(name)
@@ -85,10 +84,12 @@ def run_script(
 
 
 def pack_script(path: Path) -> str:
-    """Return a zip of a directory, or of a script's with its name as comment. Raises InputError if
-    it is too large.
+    """Return a zip of a directory. For a script it is a zip of the script's directory, with the
+    script's name as comment. Raises InputError if the directory is too large.
     """
-    directory = path if path.is_dir() else path.parent
+    directory, comment = path, b""
+    if not path.is_dir():
+        directory, comment = path.parent, path.name.encode()
     files = files_below(directory)
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         raise InputError(
@@ -101,13 +102,13 @@ def pack_script(path: Path) -> str:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
         for name, file in files.items():
             packed.write(file, name)
-        packed.comment = b"" if path.is_dir() else path.name.encode()
+        packed.comment = comment
     return archive
 
 
 def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
-    """Return the script among its files, those of an archive in `directory`, which is made. Raises
-    ConfigError if there is none.
+    """Return the path of the script, after unpacking an archive to the new `directory`. Raises
+    ConfigError if there is no such script.
     """
     source = Path(str(script.download()))
     entry = entry_point
@@ -144,13 +145,13 @@ class _ScriptTransformer(OptionalTransformer):
         path = str(getattr(python_val, "path", ""))
         is_ours = "://" not in path and getattr(python_val, "remote_source", None) is None
         if is_ours and not path.endswith(".zip") and os.path.exists(path):
-            # Of a local run, where nothing is uploaded, the archive stays where it is.
             keeps_path = False in (
                 getattr(python_val, name, None) for name in ("remote_path", "remote_directory")
             )
-            python_val = FlyteFile(
-                pack_script(Path(path).resolve()), remote_path=False if keeps_path else None
-            )
+            remote_path = None
+            if keeps_path:  # A local run uploads nothing, so the archive stays where it is.
+                remote_path = False
+            python_val = FlyteFile(pack_script(Path(path).resolve()), remote_path=remote_path)
         return await super().async_to_literal(ctx, python_val, python_type, expected)
 
 

@@ -47,33 +47,34 @@ from flyte_ddp.task_run.run import TaskRun
 class CheckedStudy(NamedTuple):
     """The inputs of a study's training task."""
 
-    config: TrainingOverrides  # that all trials share
-    # what each trial varies, by name; see `flyte_ddp.studies.search.build_trials`
+    config: TrainingOverrides  # config that all trials share
+    # choices of each trial, by name; see `flyte_ddp.studies.search.build_trials`
     trials: list[dict]  # type: ignore[type-arg]
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep. The best trial is that by `config.monitor`, after the epoch whose
-    weights it keeps.
+    """The outputs of a sweep. `config.monitor` decides which trial is best, measured after the
+    epoch from which the trial keeps its weights.
     """
 
     # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
     results: StructuredDataset
-    csv: FlyteFile  # the same as a CSV file
-    best_config: TrainingOverrides  # of the best trial, in the form of --config
-    # of the best trial after each epoch, in [0, 1]; none if the recipe has no accuracy
+    csv: FlyteFile  # `results` as a CSV file
+    best_config: TrainingOverrides  # config of the best trial, in the form of --config
+    # accuracy of the best trial after each epoch, in [0, 1]; empty without an accuracy
     best_accuracies: list[float]
-    best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
-    best_model_state: PythonPickledFile  # its state dict, on the CPU
+    best_metrics: dict[str, list[float]]  # metrics of the best trial after each epoch, by name
+    best_model_state: PythonPickledFile  # state dict of the best trial, on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
-    best_export: FlyteDirectory  # its weights as safetensors, and its run card: docs/outputs.md
-    history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
+    # best trial's weights as safetensors, and its run card: docs/outputs.md
+    best_export: FlyteDirectory
+    history: FlyteFile  # every event of every trial, as JSON lines, one trial after another
 
 
 class ScalingOutputs(NamedTuple):
     table: StructuredDataset  # a row for every trial: `flyte_ddp.studies.scaling.Row`
-    csv: FlyteFile  # the same as a CSV file
-    history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
+    csv: FlyteFile  # `table` as a CSV file
+    history: FlyteFile  # every event of every trial, as JSON lines, one trial after another
     report: FlyteFile  # the HTML page that the Deck shows too
 
 
@@ -88,7 +89,7 @@ def check_sweep(
     stop_early: str,
     cluster: OptionalCluster,
 ) -> CheckedStudy:
-    """Check every trial of the sweep before anything is prepared or started for the first."""
+    """Check every trial of the sweep before anything is prepared or started for the first trial."""
     choices = expand_grid(grid, num_models, seed, sampler)
     Search(stop_early, sampler, grid, seed)
     return _check(recipe, config, choices, cluster)
@@ -106,7 +107,7 @@ def check_scaling(
     repeats: int,
     cluster: OptionalCluster,
 ) -> CheckedStudy:
-    """Check every trial of the study before anything is prepared or started for the first."""
+    """Check every trial of the study before anything is prepared or started for the first trial."""
     choices = expand_world_sizes(
         config_of(recipe, given(config)),
         world_sizes,
@@ -124,9 +125,11 @@ def _check(
 ) -> CheckedStudy:
     from flyte_ddp.studies.runner import check_trials
 
-    # the state with its checksum, which Flyte's cache of the training compares
+    base = {**given(config)}
+    # The state has a checksum, because Flyte's cache of the training compares it.
     state = check_config(config_of(recipe, given(config))).initial_model_state
-    base = {**given(config), **({"initial_model_state": state} if state else {})}
+    if state:
+        base["initial_model_state"] = state
     trials = build_trials(recipe, base, choices)
     check_trials(trials, cluster or ClusterInput())
     return CheckedStudy(make_overrides(base), choices)
@@ -146,26 +149,25 @@ def train_sweep(
     seed: int = 0,
     sampler: str = "random",
 ) -> SweepOutputs:
-    """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and
-    compare them.
+    """Train one model, a trial, for each configuration on the workers of a Dask cluster, and
+    compare the trials.
 
-    With the sampler tpe the first trials are those given, and later ones are suggested from the
-    results in their place. A retry of this task skips the trials that are done and continues the
-    others from their checkpoints.
+    With the sampler tpe only the first of the given trials are trained. Later trials are suggested
+    from their results. A retry of this task skips the trials that are done and continues the others
+    from their checkpoints.
     """
     report, search = StudyReport(recipe), Search(stop_early, sampler, grid, seed)
     with _trained(report, config, trials, data, cluster, checkpoints, output, search) as run:
         results, csv = _save_table(run, build_table(report.runs))
         best, trained = study.best_of(run, report)
+        state_url = trained.finished.model_state_url
         outputs = SweepOutputs(
             results=results,
             csv=csv,
             best_config=make_overrides(best.trial.overrides),
             best_accuracies=list_accuracies(best.epochs),
             best_metrics=list_metrics(best.epochs),
-            best_model_state=output_model_state(
-                run, "best_model_state.pt", trained.finished.model_state_url
-            ),
+            best_model_state=output_model_state(run, "best_model_state.pt", state_url),
             report=output_report(run),
             best_export=output_export(run, trained),
             history=output_file(run, HISTORY),
@@ -185,8 +187,8 @@ def train_at_world_sizes(
     checkpoints: str = "",
     output: str = "",
 ) -> ScalingOutputs:
-    """Train a trial at every world size with every combination of the other choices, one at a time,
-    and compare them.
+    """Train a trial at every world size with every combination of the other choices, one trial at a
+    time, and compare the trials.
 
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
@@ -212,7 +214,9 @@ def _trained(
 ) -> Iterator[TaskRun]:
     """Train the trials, and yield the run of the current task for its outputs."""
     recipe = report.recipe
-    purpose = "scaling" if report.is_scaling else "sweep"
+    purpose = "sweep"
+    if report.is_scaling:
+        purpose = "scaling"
     name = f"{recipe.rpartition('.')[2]}-{purpose}"
     with open_task_run(report, name, checkpoints, output) as run:
         run.limit_time(check_config(config_of(recipe, given(config))).max_hours)

@@ -1,4 +1,4 @@
-"""Shared by all task functions: errors, checks against the project's settings, and the run."""
+"""The common part of all task functions: errors, checks against the project's settings, the run."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def task_body(function: Callable[P, T]) -> Callable[P, T]:
     """Let tasks call `function`: check the settings and the arguments, and raise errors as
     `flyte_errors` does.
 
-    A task may have been declared for another version of this package: an argument that `function`
-    does not take is named.
+    A task may have been declared for another version of this package. Then the error names the
+    argument that `function` does not take.
     """
 
     @functools.wraps(function)
@@ -82,10 +82,10 @@ def open_task_run(
     """Check the places that the user gave, and open the run of the current task.
 
     Args:
-        name: of the attempt in a local run, where Flyte gives none.
-        checkpoints: URL that the user gave; "" for the execution's own.
-        output: directory of a local run's outputs; "" for one that is made.
-        tracking: see `make_tracker`; empty for runs that nothing records; None for the project's.
+        name: name of the attempt in a local run, because Flyte gives none.
+        checkpoints: the user's URL; "" for the execution's own.
+        output: directory of a local run's outputs; "" for a new directory.
+        tracking: see `make_tracker`; empty for runs without a tracker; None for the project's.
         hides_keys: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
         has_outputs: the outputs are files, so a local run has a directory for them.
 
@@ -94,18 +94,24 @@ def open_task_run(
     """
     with flyte_errors():
         check_urls(checkpoints=checkpoints)
-        directory = open_output_directory(output, name) if has_outputs else None
+        directory, outputs = None, ""
+        if has_outputs:
+            directory = open_output_directory(output, name)
         context, execution = flytekit.current_context(), current_execution()
-        outputs = "" if execution.is_local else context.raw_output_prefix.rstrip("/")
+        if not execution.is_local:
+            outputs = context.raw_output_prefix.rstrip("/")
+        if tracking is None:
+            tracking = TRACKING
+        files = TaskFiles(Path(context.working_directory), outputs, directory)
         opened = open_run(
             report,
             execution,
-            TaskFiles(Path(context.working_directory), outputs, directory),
+            files,
             name=name.rpartition(".")[2],
             checkpoints=checkpoints,
             secrets=_read_secrets(),
             hides_keys=hides_keys,
-            tracking=TRACKING if tracking is None else tracking,
+            tracking=tracking,
             publish=open_deck(),
         )
         with opened as run:
@@ -121,7 +127,7 @@ def _read_secrets() -> dict[str, str]:
     """Return the keys of trackers among Flyte's secrets, by their variables."""
     found = {}
     for name, secret in KEY_SECRETS.items():
-        with contextlib.suppress(ValueError):  # Flyte has no such secret
+        with contextlib.suppress(ValueError):  # Flyte may have no such secret.
             found[name] = flytekit.current_context().secrets.get(secret.group, secret.key)
     return found
 
@@ -129,16 +135,18 @@ def _read_secrets() -> dict[str, str]:
 def _say_how_to_resume(run: TaskRun, stopped: TrainingStopped) -> None:
     """Print how a local run has stopped, and the command of `pyflyte run` that resumes it."""
     command = click.get_current_context(silent=True)
-    if stopped.reason == signal.SIGINT.name:  # click prints only "Aborted"
+    if stopped.reason == signal.SIGINT.name:  # click prints only "Aborted".
         run.say(str(stopped))
     if command is not None and "checkpoints" in command.params:
-        checkpoints = "" if command.params["checkpoints"] else run.storage.url
+        checkpoints = run.storage.url
+        if command.params["checkpoints"]:
+            checkpoints = ""
         run.say(f"to resume: {resume_command(checkpoints)}")
 
 
 def check_cluster(config: ClusterConfig | None) -> None:
-    """Compare `config` with the table `allowed` of settings.toml. Raises ConfigError for what is
-    not allowed.
+    """Compare `config` with the table `allowed` of settings.toml. Raises ConfigError for a value
+    that is not allowed.
     """
     from flyte_ddp.cluster.kubernetes import api
 
@@ -147,11 +155,11 @@ def check_cluster(config: ClusterConfig | None) -> None:
 
 
 def limited_urls(allowed: Sequence[str], *own: str) -> AbstractContextManager[None]:
-    """Let the block, and the ranks that it starts, open the task's own places and allowed ones
-    alone. A local run may open any.
+    """Let the block, and the ranks that it starts, open only the task's own places and allowed
+    places. A local run may open any place.
 
     Args:
-        own: more places of the task, such as one that its registration names.
+        own: more places of the task, for example from its registration.
     """
     if not is_flyte_task():
         return nullcontext()
@@ -166,8 +174,8 @@ def check_urls(**urls: str) -> None:
 
 
 def check_files(**files: Any) -> None:
-    """Compare files and directories that a task gets from earlier ones: they lie where Flyte keeps
-    outputs, or where `allowed` says. Raises ConfigError.
+    """Check the files and directories that a task gets from earlier tasks. Raises ConfigError
+    unless they are at Flyte's place for outputs or at an allowed place.
     """
     if is_flyte_task():
         for name, file in files.items():
@@ -175,7 +183,7 @@ def check_files(**files: Any) -> None:
 
 
 def check_config_places(config: TrainingConfig) -> None:
-    """Check the URLs and paths of a config, also among its recipe's options, as `check_urls`."""
+    """Check the URLs and paths of a config, including its recipe's options, as `check_urls`."""
     _check_places(admission.places_of_config(config))
 
 

@@ -37,8 +37,8 @@ def train_on_one_node(
     output: str = "",
     parent_champion: str = "",
 ) -> TrainingOutputs:
-    """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a
-    machine without.
+    """Train `recipe` with one DistributedDataParallel process per GPU, or with `num_processes` on a
+    machine without GPUs.
 
     `output` is the directory of a local run's outputs. `parent_champion` is the version that this
     model is to replace, for its card.
@@ -58,11 +58,10 @@ def train_on_cluster(
     output: str = "",
     parent_champion: str = "",
 ) -> TrainingOutputs:
-    """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down
-    afterwards.
+    """Train `recipe` across the nodes of a new Dask cluster, which is deleted afterwards.
 
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
-    `output` and `parent_champion` are as of `train_on_one_node`.
+    `output` and `parent_champion` are the same as in `train_on_one_node`.
     """
     return _train(recipe, config, data, checkpoints, output, parent_champion, cluster=cluster)
 
@@ -77,7 +76,7 @@ def _train(
     num_processes: int = 0,
     cluster: ClusterConfig | None = None,
 ) -> TrainingOutputs:
-    """Train here or on `cluster`; return the task's outputs, and print where they are."""
+    """Train here or on `cluster`; return the task's outputs, and print their places."""
     report = Report()
     with open_task_run(report, recipe, checkpoints, output) as run:
         run.limit_time(config.max_hours)
@@ -94,10 +93,11 @@ def _train(
             parent_champion,
         )
         epochs = trained.state.epochs
+        state_url = trained.finished.model_state_url
         outputs = TrainingOutputs(
             epoch_accuracies=list_accuracies(epochs),
             epoch_metrics=list_metrics(epochs),
-            model_state=output_model_state(run, "model_state.pt", trained.finished.model_state_url),
+            model_state=output_model_state(run, "model_state.pt", state_url),
             report=output_report(run),
             history=output_file(run, HISTORY),
             export=output_export(run, trained),

@@ -1,4 +1,4 @@
-"""The door to Flyte 2, and the only part of the library that imports its SDK, the package `flyte`.
+"""The Flyte 2 side of the library. Only this package imports the SDK, the package `flyte`.
 
 import flyte
 from flyte_ddp import flyte2
@@ -9,7 +9,8 @@ env = flyte2.environment("training", flyte2.SETTINGS.training, gpus=flyte2.SETTI
 def train(recipe: str, config: dict = {}) -> flyte2.TrainingOutputs:
     return flyte2.train(recipe, config)
 
-`Distributed` is for a task whose own function trains. Each name is imported at its first use.
+`Distributed` is for a task with a training function of its own. Each name is imported at its first
+use.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ from typing import Any
 
 from flyte_ddp.errors import ConfigError
 
-MIN_VERSION = (2, 12)  # of the SDK
-# by the module that has them
+MIN_VERSION = (2, 12)  # oldest version of the SDK that works
+# public names by the module that defines them
 _HOMES = {
-    "flyte_ddp.task_run.settings": ("SETTINGS",),
-    "flyte_ddp.flyte2.distributed": ("Distributed",),
-    "flyte_ddp.flyte2.environments": ("environment", "schedule"),
-    "flyte_ddp.flyte2.prediction": ("PredictionOutputs", "predict"),
-    "flyte_ddp.flyte2.retraining": (
-        *("Retraining", "RetrainingOutputs", "challenge", "keep_champion", "plan_retraining"),
-    ),
-    "flyte_ddp.flyte2.training": ("SweepOutputs", "TrainingOutputs", "sweep", "train"),
+    "flyte_ddp.task_run.settings": "SETTINGS",
+    "flyte_ddp.flyte2.distributed": "Distributed",
+    "flyte_ddp.flyte2.environments": "environment schedule",
+    "flyte_ddp.flyte2.prediction": "PredictionOutputs predict",
+    "flyte_ddp.flyte2.retraining": "Retraining RetrainingOutputs challenge keep_champion "
+    "plan_retraining",
+    "flyte_ddp.flyte2.training": "SweepOutputs TrainingOutputs sweep train",
 }
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
-        if name in names:
+        if name in names.split():
             _check_sdk()
             return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

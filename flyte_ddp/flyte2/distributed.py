@@ -1,7 +1,7 @@
-"""The task of Flyte 2 whose function runs in every rank, by `Distributed`.
+"""The task of `Distributed` in Flyte 2: its function runs in every rank.
 
-The task is the driver. It starts the ranks in its own pod, or on a Dask cluster that it makes for
-them, watches them, and returns rank 0's outputs.
+The task is the driver. It starts the ranks in its own pod, or on a new Dask cluster. It watches
+them, and returns rank 0's outputs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from flyte_ddp.launch.run import function_program, returned_value
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.streams import print_line
 
-# beginnings of the names that tell a process its action and its store
+# beginnings of the variables that describe a process's action and its store
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "ACTION_NAME")
 
 
 @dataclass
 class Distributed(distributed.Distributed):
-    """`plugin_config` of an environment whose tasks run in every rank. The fields, and what a
-    field means, are those of flytekit's door.
+    """`plugin_config` of an environment with tasks that run in every rank. Its fields have the same
+    meaning as in `flyte_ddp.flytekit_plugin.Distributed`.
     """
 
     def __post_init__(self) -> None:
-        if extend := sys.modules.get("flytekit.extend"):  # which would call the function once
+        extend = sys.modules.get("flytekit.extend")
+        if extend:  # Without this, a task of flytekit would call the function only once.
             extend.TaskPlugins.register_pythontask_plugin(type(self), _refuse)
         super().__post_init__()
 
@@ -53,8 +54,8 @@ def _refuse(task_config: Distributed, function: Callable[..., Any], **options: A
 
 @dataclass(frozen=True)
 class RankCall:
-    """A call of a task's function, in the context of its task: files that it makes go to its
-    outputs.
+    """A call of a task's function in the context of its task, so that files of the function go to
+    the task's outputs.
     """
 
     function: Any
@@ -71,17 +72,17 @@ class RankCall:
             root_dir=self.context.run_base_dir,
         )
         with internal_ctx().replace_task_context(self.context):
-            # a rank that imports the module finds the task under the function's name
+            # In a rank that imports the module, the function's name refers to the task.
             return getattr(self.function, "func", self.function)(**inputs)
 
 
 @dataclass(kw_only=True)
 class DistributedTask(MainThreadTask):
-    """The task of `Distributed`. Its resources are those of each machine of the ranks."""
+    """The task of `Distributed`. Its resources are meant for each machine of the ranks."""
 
     plugin_config: Distributed
     resources: Any = None
-    pods: dict[str, Any] | None = None  # of the ranks, where they have others
+    pods: dict[str, Any] | None = None  # sizes of the ranks' pods; empty for ranks in the own pod
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +91,7 @@ class DistributedTask(MainThreadTask):
             self.pods = {}
             if config.gang().needs_cluster:
                 self.pods = describe_pods(resources)
-                self.resources = flyte.Resources(cpu=1, memory="2Gi")  # of the driver
+                self.resources = flyte.Resources(cpu=1, memory="2Gi")  # size of the driver's pod
             elif config.increase_shared_mem and not resources.shm:
                 self.resources = dataclasses.replace(resources, shm="auto")
         config.gang(self.pods)
@@ -101,7 +102,7 @@ class DistributedTask(MainThreadTask):
         with flyte_errors():
             allowed = load_allowed(config.allowed)
         limits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        # Without a list of its own, the task opens what its author's code names.
+        # Without such a list, the task may open any URL that its author's code names.
         if find_project() or "urls" in (config.allowed or {}):
             limits = limited_urls(allowed.urls, config.tensorboard, config.results)
         with (
@@ -133,18 +134,21 @@ class DistributedTask(MainThreadTask):
 
 
 def describe_pods(resources: flyte.Resources) -> dict[str, Any]:
-    """Return what a task's resources, their limits, mean for the pods of a cluster."""
+    """Return the limits among a task's resources as fields of a cluster."""
     pods: dict[str, Any] = {}
-    cpu, memory = (
-        value[1] if isinstance(value, tuple) else value
-        for value in (resources.cpu, resources.memory)
-    )
-    if cpu is not None:
-        text = str(cpu)
-        pods["worker_cpus"] = float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    cpu, memory = resources.cpu, resources.memory
+    if isinstance(cpu, tuple):  # (request, limit)
+        cpu = cpu[1]
+    if isinstance(memory, tuple):
+        memory = memory[1]
+    if cpu is not None and str(cpu).endswith("m"):
+        pods["worker_cpus"] = float(str(cpu)[:-1]) / 1000
+    elif cpu is not None:
+        pods["worker_cpus"] = float(str(cpu))
     if memory is not None:
         pods["worker_memory"] = memory
-    if device := resources.get_device():
+    device = resources.get_device()
+    if device:
         pods["gpus_per_node"] = device.quantity
     if resources.shm and resources.shm != "auto":
         pods["shared_memory"] = resources.shm

@@ -1,4 +1,4 @@
-"""The environments of a project's tasks, and the schedule of its retraining, by settings.toml."""
+"""The environments of a project's tasks, and the schedule of its retraining, from settings.toml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flyte_ddp.flyte2.task import OnMainThread
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 from flyte_ddp.task_run.settings import SETTINGS, VARIABLES, Size
 
-OVERRIDES = ("SANDBOX", *VARIABLES)  # of the settings
+OVERRIDES = ("SANDBOX", *VARIABLES)  # variables that override settings
 
 
 def environment(
@@ -26,51 +26,60 @@ def environment(
     gpus: int = 0,
     **options: Any,
 ) -> flyte.TaskEnvironment:
-    """Return the environment of tasks: image, resources, secrets and service account are those of
-    the settings.
+    """Return the environment of tasks, with image, resources, secrets and service account from the
+    settings.
 
     Args:
-        size: of each pod, with CPUs and memory once for each GPU.
+        size: size of each pod, with CPUs and memory once for each GPU.
         config: `Distributed` for functions that run in every rank.
-        gpus: of each pod, which fails where it finds fewer.
-        options: of `flyte.TaskEnvironment`, over these.
+        gpus: GPUs of each pod; a pod fails if it finds fewer.
+        options: arguments of `flyte.TaskEnvironment` that override the settings.
 
     Raises:
-        ConfigError: the `config` of another door.
+        ConfigError: `config` is meant for flytekit.
     """
     config = config or OnMainThread()
     if not isinstance(config, (Distributed, OnMainThread)):
         kind = f"{type(config).__module__}.{type(config).__name__}"
         raise ConfigError(f"config: expected flyte_ddp.flyte2.Distributed, got {kind}")
     share = max(1, gpus)
-    # a task of it that calls another one describes that by the settings in its own pod
+    # A task that calls another task describes it by the settings in the caller's pod.
     overrides = {name: os.environ[name] for name in OVERRIDES if name in os.environ}
     environment_variables = {
         **overrides,
         **SETTINGS.tracking_environment,
         **SETTINGS.wandb_environment,
         GRACE_VARIABLE: str(SETTINGS.termination_grace),
-        **({REQUESTED_VARIABLE: str(gpus)} if gpus else {}),
     }
-    kind = SETTINGS.gpu_type
-    grace = flyte.PodTemplate().with_termination_grace_period(SETTINGS.termination_grace)
+    device = shared_memory = template = None
+    if gpus:
+        environment_variables[REQUESTED_VARIABLE] = str(gpus)
+        device = gpus
+        if SETTINGS.gpu_type:
+            device = flyte.GPU(SETTINGS.gpu_type, gpus)
+    if size.shared_memory_gib:
+        shared_memory = f"{size.shared_memory_gib}Gi"
+    # Flyte 2.0.43 does not give a task with a template the start of its run.
+    if options.get("plugin_config", config):
+        grace = SETTINGS.termination_grace
+        template = flyte.PodTemplate().with_termination_grace_period(grace)
     image = options.get("image", SETTINGS.image or "auto")
     if isinstance(image, str) and image != "auto":
         environment_variables[IMAGE_VARIABLE] = image
+    resources = flyte.Resources(
+        cpu=size.cpus * share,
+        memory=f"{size.memory_gib * share}Gi",
+        disk=f"{size.disk_gib}Gi",
+        gpu=device,
+        shm=shared_memory,
+    )
     given = {
         "image": image,
-        "resources": flyte.Resources(
-            cpu=size.cpus * share,
-            memory=f"{size.memory_gib * share}Gi",
-            disk=f"{size.disk_gib}Gi",
-            gpu=(flyte.GPU(kind, gpus) if kind else gpus) if gpus else None,
-            shm=f"{size.shared_memory_gib}Gi" if size.shared_memory_gib else None,
-        ),
+        "resources": resources,
         "env_vars": environment_variables,
         "secrets": _secrets(),
         "service_account": SETTINGS.service_account,
-        # Flyte 2.0.43 does not tell a task with a template when its run began
-        "pod_template": grace if options.get("plugin_config", config) else None,
+        "pod_template": template,
         "plugin_config": config,
     }
     return flyte.TaskEnvironment(name, **{**given, **options})
@@ -88,11 +97,11 @@ def _secrets() -> list[flyte.Secret]:
 
 
 def schedule(name: str = "retrain") -> tuple[flyte.Trigger, ...]:
-    """Return the trigger of a retraining, by the schedule and the inputs in the settings; none
-    without a schedule. Deploying does not activate it.
+    """Return the trigger of a retraining, with the schedule and the inputs in the settings; empty
+    without a schedule. A deployment does not activate the trigger.
 
-    No input is `flyte.TriggerTime`: with one, Flyte 2.0.43 leaves out all others. The run's start
-    is that time.
+    No input is `flyte.TriggerTime`: with such an input, Flyte 2.0.43 leaves out all others. The
+    run's start is the same time.
     """
     if not SETTINGS.schedule:
         return ()

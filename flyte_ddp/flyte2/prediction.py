@@ -17,7 +17,7 @@ from flyte_ddp.task_run.settings import SETTINGS
 
 
 class PredictionOutputs(NamedTuple):
-    num_rows: int  # in all of the files
+    num_rows: int  # rows in all files
     predictions: Dir  # Parquet files, in the order of the samples, and their manifest
 
 
@@ -35,12 +35,11 @@ def predict(
 ) -> PredictionOutputs:
     """Predict `data` with a trained model, on this task's machine or on the nodes of `cluster`.
 
-    An attempt after another one goes on where that ended. `output` is by default a place of the
-    action's own.
+    Each attempt continues the previous one. `output` is by default a place of the action's own.
     """
     execution, nodes = current_execution(), check_cluster(cluster)
     if not execution.is_local:
-        # The options that `config` leaves out are those of the model's training.
+        # Options that are not in `config` come from the model's training.
         places = [("model_state", model_state), ("data", data), ("output", output)]
         check_places([*places, *list_places(config, "config")], SETTINGS.allowed.urls)
         check_thread()

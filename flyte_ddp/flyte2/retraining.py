@@ -1,6 +1,6 @@
 """Retrain a recipe in tasks of Flyte 2, and keep the better model.
 
-A small task plans, before a GPU is requested; another one trains the challenger and measures it.
+A small task plans, before a GPU is requested. Another task trains the challenger and measures it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Retraining:
     """The plan of a retraining, for the tasks after it."""
 
     recipe: str
-    config: str  # of the challenger, as JSON, with the weights that it starts from
+    config: str  # config of the challenger as JSON, with its initial weights
     data: str
     champion: str  # URL of the champion and its predecessors
-    criteria: str  # as JSON
+    criteria: str  # `PromotionCriteria` as JSON
     kickoff_time: str  # UTC, ISO 8601
     outcome: str  # "" if there is something to train
     reason: str
@@ -64,9 +64,9 @@ class Retraining:
 
 class RetrainingOutputs(NamedTuple):
     champion: str  # the version in use now; "" for none
-    export: str  # URL of the challenger's, as of `TrainingOutputs`; "" for none
-    metrics: dict[str, float]  # of challenger and champion, as far as measured
-    outcome: str  # one of flyte_ddp.promotion.policy.Outcome
+    export: str  # URL of the challenger's files, as in `TrainingOutputs.export`; "" for none
+    metrics: dict[str, float]  # measured figures of challenger and champion
+    outcome: str  # value of flyte_ddp.promotion.policy.Outcome
     reason: str
 
 
@@ -82,16 +82,19 @@ def plan_retraining(
     """Prepare the data, and decide if there is a challenger to train, and from which weights.
 
     Args:
-        kickoff_time: of the data; None for the run's start, which a schedule has set.
+        kickoff_time: time of the data; None for the run's start, which a schedule sets.
         champion: URL; "" for a place that all runs of the project and domain share.
-        criteria: of `PromotionCriteria`.
+        criteria: fields of `PromotionCriteria`.
     """
     with flyte_errors():
         resolved, terms = check_inputs(recipe, config, data), PromotionCriteria(**criteria)
-        # its contents decide if there is something new, and a file may be replaced meanwhile
+        # The contents of the state decide if there is something new, and a file may be replaced
+        # meanwhile. So the config gets the checksum.
         given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
         begun: datetime.datetime | None = kickoff_time or flyte.ctx().run_start_time
-        if begun and not begun.timestamp():  # Flyte 2.0.43 gives 1970 to a pod template
+        if (
+            begun and not begun.timestamp()
+        ):  # Flyte 2.0.43 gives 1970 to a task with a pod template.
             begun = None
         execution = current_execution()
         if not execution.is_local:
@@ -120,8 +123,8 @@ def challenge(
     cluster: Mapping[str, Any] | None = None,
     checkpoints: str = "",
 ) -> RetrainingOutputs:
-    """Train a challenger, measure it and the champion on the same held-out data, and promote it if
-    it is better.
+    """Train a challenger, measure challenger and champion on the same held-out data, and promote
+    the challenger if it is better.
     """
     check_requested_gpus()
     config, nodes = json.loads(retraining.config), check_cluster(cluster)
@@ -129,18 +132,19 @@ def challenge(
     report = Report()
     with (
         open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run,
-        # once: the data that are recorded are those of the training
+        # The data are prepared once, so that the record describes the training's data.
         _prepare(retraining) as prepared,
     ):
         trained = run_training(
             *(run, report, retraining.recipe, resolved, retraining.data, num_processes, nodes),
             prepared=str(prepared.directory),
         )
+        finished = trained.finished
         result = judge(
             ChampionStore(retraining.champion),
-            dataclasses.replace(prepared, card=read_file(f"{trained.finished.export_url}/{CARD}")),
+            dataclasses.replace(prepared, card=read_file(f"{finished.export_url}/{CARD}")),
             PromotionCriteria(**json.loads(retraining.criteria)),
-            read_file(trained.finished.model_state_url),
+            read_file(finished.model_state_url),
         )
         run.files.keep_history(report)
     return _list_outputs(retraining, result, trained.finished.export_url)
@@ -174,7 +178,7 @@ def _prepare(retraining: Retraining) -> Iterator[Challenge]:
 def _list_outputs(
     retraining: Retraining, result: PromotionResult, export: str = ""
 ) -> RetrainingOutputs:
-    """Return the outputs of the last task, and make the retraining's report its own."""
+    """Return the outputs of the last task, and show the retraining's report as the task's."""
     store = ChampionStore(retraining.champion)
     page = record_outcome(store, retraining.recipe, result, current_execution())
     PagePublisher(page, publish).close(None)

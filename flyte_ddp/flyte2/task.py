@@ -1,7 +1,7 @@
-"""Shared by all tasks of Flyte 2: their thread, place and errors, and the run.
+"""The common part of all tasks of Flyte 2: their thread, place and errors, and the run.
 
-The SDK calls a function beside the main thread, where no signal arrives. A plugin's task is
-executed on it: so each task is of a plugin here.
+The SDK calls a function beside the main thread, where no signal arrives. It executes a plugin's
+task on the main thread, so each task here belongs to a plugin.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flyte_ddp.task_run.settings import SETTINGS, check_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# exceptions of the SDK that a function raises for another attempt
+# exceptions of the SDK that a function raises to request another attempt
 RETRIED = ("RuntimeSystemError", "RuntimeUnknownError", "RuntimeUserError")
 
 
@@ -68,7 +68,8 @@ class MainThreadTask(AsyncFunctionTaskTemplate):  # type: ignore[misc]
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             return self.call(*args, **kwargs)
-        return await asyncio.to_thread(self.call, *args, **kwargs)  # in a local run
+        # A local run is not on the main thread.
+        return await asyncio.to_thread(self.call, *args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises errors as `flyte_errors`."""
@@ -81,10 +82,11 @@ TaskPluginRegistry.register(OnMainThread, MainThreadTask)
 
 @contextlib.contextmanager
 def flyte_errors() -> Iterator[None]:
-    """Turn the library's errors into those of Flyte 2. Others pass unchanged.
+    """Turn the library's errors into errors of Flyte 2. Other errors pass unchanged.
 
-    A preempted pod ends without an error: Flyte counts its end as the system's, and makes it anew
-    within the same attempt. An error file of it would be read again after the success of the next.
+    A preempted pod ends without an error: Flyte counts its end as the system's, and makes a new pod
+    within the same attempt. An error file of the first pod would be read again after the new pod's
+    success.
 
     Raises:
         NonRecoverableError: another attempt would fail in the same way.
@@ -125,7 +127,7 @@ def is_local() -> bool:
 
 
 def limited(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a call of `function` open what `limited_urls` does, by the settings."""
+    """Let a call of `function` open only the places that `limited_urls` and the settings allow."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -136,8 +138,8 @@ def limited(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def limited_urls(allowed: Sequence[str], *own: str) -> contextlib.AbstractContextManager[None]:
-    """Let the block, and the ranks that it starts, open the action's own places and allowed ones
-    alone. A local run may open any.
+    """Let the block, and the ranks that it starts, open only the action's own places and allowed
+    places. A local run may open any place.
     """
     if is_local():
         return contextlib.nullcontext()
@@ -145,8 +147,10 @@ def limited_urls(allowed: Sequence[str], *own: str) -> contextlib.AbstractContex
 
 
 def project_tracking() -> tuple[str, ...]:
-    """Return what records the runs of the project's recipes; nothing without a project."""
-    return SETTINGS.tracking_place if find_project() else ()
+    """Return the tracker of the project's runs, and its place; empty without a project."""
+    if not find_project():
+        return ()
+    return SETTINGS.tracking_place
 
 
 def current_execution() -> Execution:
@@ -154,13 +158,15 @@ def current_execution() -> Execution:
     local, context = is_local(), flyte.ctx()
     action = context.action
     run_id = f"{action.run_name}-{action.name}"
-    base = context.run_base_dir.rstrip("/")
+    base, champions = context.run_base_dir.rstrip("/"), ""
+    if not local:
+        champions = champions_of(base, action.project, action.domain)
     return Execution(
         checkpoints=f"{base}/{action.name}/flyte-ddp",
         run_id=run_id,
         is_local=local,
-        champions="" if local else champions_of(base, action.project, action.domain),
-        # names a cluster: that of a killed pod of the same attempt may not be gone yet
+        champions=champions,
+        # A cluster gets this name. The cluster of a killed pod of the same attempt may still exist.
         attempt_id=f"{run_id}-{os.urandom(4).hex()}",
     )
 
@@ -176,20 +182,21 @@ def open_task_run(
     """Open the run of the current task. Its report is shown while it runs.
 
     Args:
-        checkpoints: URL that the user gave; "" for the action's own.
-        max_hours: of the action, all attempts and pods together; 0 is no limit.
-        tracking: see `make_tracker`; empty where nothing records the run.
-        hides_keys: the ranks' environment has no keys of the tracker.
+        checkpoints: the user's URL; "" for the action's own.
+        max_hours: time limit of the action, for all attempts and pods together; 0 is no limit.
+        tracking: see `make_tracker`; empty for a run without a tracker.
+        hides_keys: keep the tracker's keys out of the ranks' environment.
 
     Raises:
-        ConfigError: a place that is not allowed; a task that does not run on the main thread.
+        ConfigError: a place is not allowed, or the task does not run on the main thread.
     """
     execution = current_execution()
     if not execution.is_local:
         check_places([("checkpoints", checkpoints)], SETTINGS.allowed.urls)
         check_thread()
     os.environ.update(storage_environment())
-    outputs = f"{(checkpoints or execution.checkpoints).rstrip('/')}/outputs"
+    place = checkpoints or execution.checkpoints
+    outputs = f"{place.rstrip('/')}/outputs"
     with (
         tempfile.TemporaryDirectory(prefix="flyte-ddp-") as directory,
         open_run(
@@ -223,7 +230,7 @@ def publish(html: str) -> None:
 
 
 def check_cluster(cluster: Mapping[str, Any] | None) -> ClusterConfig | None:
-    """Return the cluster that a run names, if it is allowed. Raises ConfigError."""
+    """Return the cluster of a run. Raises ConfigError if it is not allowed."""
     if cluster is None:
         return None
     config = cluster_config(cluster)

@@ -40,10 +40,11 @@ from flyte_ddp.task_run.training import train as train_recipe
 
 
 class TrainingOutputs(NamedTuple):
-    """The outputs of a training: those of flytekit's door but for the report, which is the
-    task's.
+    """The outputs of a training: the same as in `flyte_ddp.flyte`, without the report, which the
+    task shows.
 
-    Flyte 2 returns outputs in the order of their names, so a class of outputs has them in it.
+    Flyte 2 returns outputs in the order of their names, so a class of outputs lists them in this
+    order.
     """
 
     epoch_accuracies: list[float]
@@ -54,25 +55,27 @@ class TrainingOutputs(NamedTuple):
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep; the best trial is that by `config.monitor`.
+    """The outputs of a sweep. `config.monitor` decides which trial is best.
 
-    Who takes them by their numbers finds new ones at the end.
+    The names of new outputs sort last, because users may take outputs by their numbers.
     """
 
     best_accuracies: list[float]
-    best_config: str  # as JSON
-    best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
+    best_config: str  # config of the best trial as JSON
+    best_metrics: dict[str, list[float]]  # metrics of the best trial after each epoch, by name
     best_model_state: File
     results: File  # a CSV file, a row for every epoch of every trial
     run_export: Dir  # the best trial's weights as safetensors, and its run card: docs/outputs.md
-    run_history: File  # every event of every trial, as JSON lines, one trial after the other
+    run_history: File  # every event of every trial, as JSON lines, one trial after another
 
 
 def check_inputs(recipe: str, config: Mapping[str, Any] | None, data: str) -> TrainingConfig:
-    """Return the config of a run. Raises ConfigError for a bad one, and for places that are not
+    """Return the config of a run. Raises ConfigError for a bad config, and for places that are not
     allowed.
     """
-    resolved = config_of(recipe, {} if config is None else config)
+    if config is None:
+        config = {}
+    resolved = config_of(recipe, config)
     if not is_local():
         check_places([("data", data), *places_of_config(resolved)], SETTINGS.allowed.urls)
     return resolved
@@ -87,12 +90,12 @@ def train(
     cluster: Mapping[str, Any] | None = None,
     checkpoints: str = "",
 ) -> TrainingOutputs:
-    """Train `recipe` with one process per GPU, or `num_processes` on a machine without; or on the
-    nodes of a Dask `cluster` that is started for it.
+    """Train `recipe` with one process per GPU, with `num_processes` on a machine without GPUs, or
+    on the nodes of a new Dask `cluster`.
 
     Args:
         config: hyperparameters that differ from the recipe's.
-        data: URL of the data, for recipes that read data of yours.
+        data: URL of your data; "" for the recipe's own data.
         checkpoints: URL; by default a place that all attempts of the action share.
 
     Raises:
@@ -103,12 +106,13 @@ def train(
     report = Report()
     with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
         trained = run_training(run, report, recipe, resolved, data, num_processes, nodes)
+        epochs, finished = trained.state.epochs, trained.finished
         return TrainingOutputs(
-            epoch_accuracies=list_accuracies(trained.state.epochs),
-            epoch_metrics=list_metrics(trained.state.epochs),
-            model_state=File.from_existing_remote(trained.finished.model_state_url),
+            epoch_accuracies=list_accuracies(epochs),
+            epoch_metrics=list_metrics(epochs),
+            model_state=File.from_existing_remote(finished.model_state_url),
             history=File.from_existing_remote(run.files.upload(HISTORY)),
-            export=Dir.from_existing_remote(trained.finished.export_url),
+            export=Dir.from_existing_remote(finished.export_url),
         )
 
 
@@ -122,8 +126,8 @@ def run_training(
     cluster: ClusterConfig | None,
     prepared: str = "",
 ) -> Trained:
-    """Train in the run of the current task. The data are prepared while the ranks start, and before
-    a cluster does.
+    """Train in the run of the current task. The data are prepared while the ranks start, but before
+    a cluster starts.
 
     Args:
         prepared: directory of data that are prepared already.
@@ -158,10 +162,12 @@ def sweep(
     cluster: Mapping[str, Any] | None = None,
     checkpoints: str = "",
 ) -> SweepOutputs:
-    """Train one model, a trial, for each configuration of `grid`, and compare them. Arguments as of
-    the workflow of the same name and of `train`.
+    """Train one model, a trial, for each configuration of `grid`, and compare them. The arguments
+    are the same as in the workflow `sweep_wf` and in `train`.
     """
-    nodes = check_cluster({} if cluster is None else cluster) or ClusterConfig()
+    if cluster is None:
+        cluster = {}
+    nodes = check_cluster(cluster) or ClusterConfig()
     resolved = check_inputs(recipe, config, data)
     trials = build_trials(recipe, config or {}, expand_grid(grid, num_models, seed, sampler))
     search = Search(stop_early, sampler, grid, seed)
@@ -175,13 +181,16 @@ def sweep(
         study.save_history(run, report)
         build_table(report.runs).to_csv(run.files.directory / "results.csv", index=False)
         best, trained = study.best_of(run, report)
-        write_card(trained.finished.export_url, trained.card)
+        finished = trained.finished
+        write_card(finished.export_url, trained.card)
+        results = File.from_existing_remote(run.files.upload("results.csv"))
+        history = File.from_existing_remote(run.files.upload(HISTORY))
         return SweepOutputs(
             best_accuracies=list_accuracies(best.epochs),
             best_config=json.dumps(dict(best.trial.overrides)),
             best_metrics=list_metrics(best.epochs),
-            best_model_state=File.from_existing_remote(trained.finished.model_state_url),
-            results=File.from_existing_remote(run.files.upload("results.csv")),
-            run_export=Dir.from_existing_remote(trained.finished.export_url),
-            run_history=File.from_existing_remote(run.files.upload(HISTORY)),
+            best_model_state=File.from_existing_remote(finished.model_state_url),
+            results=results,
+            run_export=Dir.from_existing_remote(finished.export_url),
+            run_history=history,
         )

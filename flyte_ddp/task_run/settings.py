@@ -32,7 +32,7 @@ from flyte_ddp.observers.recorder import TRACKERS
 from flyte_ddp.storage import has_password
 
 PROFILES = ("production", "sandbox")
-# as flytekit wants it: with a tag or a digest
+# image name that flytekit accepts: with a tag or a digest
 IMAGE_PATTERN = r"[^\s:@]\S*(:\w[\w.-]*|@sha256:[0-9a-f]{64})"
 IMAGE_EXAMPLE = "an image with its tag, such as registry.example.com/flyte-ddp:1"
 WANDB_MODES = ("online", "offline", "disabled")
