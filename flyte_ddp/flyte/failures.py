@@ -109,6 +109,6 @@ def _translate(error: Exception, outcome: Outcome) -> BaseException:
         text = outcome.message
     translated: BaseException = kind(text, timestamp=getattr(error, "timestamp", time.time()))
     if outcome.details and can_note:
-        # Flyte prints the notes in "Trace:" alone. mypy knows the method from Python 3.11 on.
+        # Flyte prints the notes in "Trace:" alone.
         translated.add_note(outcome.details)  # type: ignore[attr-defined,unused-ignore]
     return translated

@@ -92,9 +92,8 @@ def plan_retraining(
         # meanwhile. So the config gets the checksum.
         given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
         begun: datetime.datetime | None = kickoff_time or flyte.ctx().run_start_time
-        if (
-            begun and not begun.timestamp()
-        ):  # Flyte 2.0.43 gives 1970 to a task with a pod template.
+        # Flyte 2.0.43 gives 1970 to a task with a pod template.
+        if begun and not begun.timestamp():
             begun = None
         execution = current_execution()
         if not execution.is_local:

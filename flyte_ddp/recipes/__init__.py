@@ -235,7 +235,7 @@ def _check_methods(recipe: Recipe) -> None:
             raise ConfigError(
                 f"{locate(recipe, name)}: {expected}, got none{suggest(name, others)}"
             )
-        parameters = list(inspect.signature(base).parameters)[1:]  # without self
+        parameters = list(inspect.signature(base).parameters)[1:]  # all parameters but self
         got: Any = own
         try:
             got = inspect.signature(own)

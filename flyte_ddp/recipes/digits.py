@@ -42,7 +42,7 @@ class Digits(ArrayRecipe):
             raise DataError(
                 f"data: expected none, got {source!r}; recipe digits uses scikit-learn's own"
             )
-        # The file is read where it lies: importing sklearn.datasets to do the same takes 3 s.
+        # The file is read directly, because importing sklearn.datasets would take 3 s.
         package = importlib.util.find_spec("sklearn")
         if package is None or package.origin is None:
             raise DataError(f"data: scikit-learn carries the digits: {how_to_install('sklearn')}")

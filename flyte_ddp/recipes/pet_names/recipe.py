@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-IGNORED = 255  # in the targets: no target at this position
+IGNORED = 255  # value in the targets that marks a position without a target
 
 # file that `prepare` writes: the distinct training names, one a line
 TRAINING_NAMES = "training_names.txt"
