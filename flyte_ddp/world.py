@@ -121,7 +121,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 class RankNotes:
     """Plain values that the ranks write for each other into the store where they meet.
 
-    No collective: other ranks may be in one, or never call.
+    This is no collective: other ranks may be in a collective, or never call it.
 
     notes = RankNotes(store.clone(), "flyte_ddp/shapes", world)
     notes.write([3, 4])
@@ -141,11 +141,11 @@ class RankNotes:
         return self._get(f"{self.name}/{rank}")
 
     def gather(self, value: Any, number: int, seconds: float) -> list[Any]:
-        """Write a value, and return those of all ranks. Every rank calls it.
+        """Write a value, and return the values of all ranks. Every rank calls it.
 
         Args:
-            number: of the call, one more than in the call before.
-            seconds: for which the other ranks are waited for.
+            number: number of the call, one more than in the previous call.
+            seconds: time to wait for the other ranks.
 
         Returns:
             The values by rank; None for each rank that has not called.
@@ -155,13 +155,14 @@ class RankNotes:
         with contextlib.suppress(RuntimeError):
             self.store.wait(keys, timedelta(seconds=seconds))
         values = [self._get(key) for key in keys]
-        if None not in values:  # so all ranks have read the values of the call before
+        if None not in values:  # all ranks have then read the values of the previous call
             self.store.delete_key(f"{self.name}-{number - 1}/{self.world.rank}")
         return values
 
     def _get(self, key: str) -> Any:
-        # `get` alone would wait for the key
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        if not self.store.check([key]):  # `get` alone would wait for the key
+            return None
+        return json.loads(self.store.get(key))
 
 
 def single_process_world() -> World:
