@@ -119,15 +119,15 @@ def read_fields(text: str, data: str, state: Mapping[str, Any], num_ranks: int) 
             f"--config: expected {OPTIONS} alone, because a replay has the config of its run, got "
             f"{', '.join(given)}"
         )
+    # A pass has as many samples as in the run.
+    parts = config["gradient_accumulation"] * origin["num_ranks"] // num_ranks
+    recorded = recorded_config(state)
+    options = restore_options(origin["recipe"], recorded, given.get(OPTIONS, {}))
     if HIDDEN in data:
         raise ConfigError(
             f"--data: expected the place of the run's data, of which the checkpoint has "
             f"{data!r} alone, got none"
         )
-    # A pass has as many samples as in the run.
-    parts = config["gradient_accumulation"] * origin["num_ranks"] // num_ranks
-    recorded = recorded_config(state)
-    options = restore_options(origin["recipe"], recorded, given.get(OPTIONS, {}))
     return {
         **config,
         "gradient_accumulation": max(1, parts),
