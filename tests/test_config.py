@@ -183,7 +183,7 @@ def test_an_object_in_the_config_of_the_command_line_travels_as_a_flyte_input():
         "monitor": monitor,
     }
     overrides = TrainingOverrides.from_json('{"monitor": {"metric": "accuracy"}}')
-    assert resolve({}, overrides.values).monitor.mode == "max"
+    assert resolve({}, given(overrides)).monitor.mode == "max"
     expected = "monitor.mode: expected one of auto, min, max, got 'least'"
     with pytest.raises(InputError, match=expected):
         TrainingOverrides.from_json('{"monitor": {"mode": "least"}}')

@@ -154,6 +154,7 @@ def test_each_field_is_part_of_the_version():
     own = Settings()
     others = {
         "profile": "sandbox",
+        "image": "registry.example.com/other:1",
         "recipes": ["own"],
         "notify_emails": ["a@b.c"],
         "gpus": 2,
