@@ -34,16 +34,16 @@ from flyte_ddp.rank.nested import parts_in
 from flyte_ddp.recipes import Recipe, list_class_names, locate
 from flyte_ddp.world import RankNotes, World
 
-NUM_SAMPLES = 8  # that stand for all of a data set
-MAX_NUMBERS = 2**20  # of a tensor that are looked at
-# Of a mean: decoding and resizing differ in the last digits between processors. Integers are
-# compared to the bit.
+NUM_SAMPLES = 8  # samples that stand for a whole data set
+MAX_NUMBERS = 2**20  # numbers of a tensor that are compared
+# The tolerance of means: decoding and resizing differ in the last digits between processors.
+# Integers are compared to the bit.
 TOLERANCE = 1e-4
 REMEDY = "seed what draws the samples, and sort what lists them"
 
-# plain values by their names in an error; a sample's is a list, of which each part has an entry
+# plain values by their names in an error; a sample's value is a list with an entry for each part
 Facts = dict[str, Any]
-# reads the samples once more, where facts differ; none where that cannot be done
+# reads the samples once more if facts differ; returns none where a second reading is impossible
 Read = Callable[[], Facts]
 
 
@@ -64,11 +64,12 @@ def name_samples(samples: Mapping[int, Any]) -> Facts:
 def describe_samples(
     recipe: Recipe, config: TrainingConfig, train: Samples, test: Samples
 ) -> Facts:
-    """Return the facts of a recipe's data, which checkpoints have as well."""
+    """Return the facts of a recipe's data. Checkpoints store them, too."""
     facts: Facts = {"class_names": str(list_class_names(recipe))}
     for name, samples in (("training", train), ("held-out", test)):
         facts[f"number of {name} samples"] = len(samples)
-        if stream := as_stream(samples.dataset):  # whose samples lie in files far apart
+        stream = as_stream(samples.dataset)
+        if stream:  # a stream's samples lie in files far apart, so its order is compared
             order = stream.describe_order(config.global_batch_size, config.seed)
             facts |= {f"{name} {what}": value for what, value in order.items()}
             continue
@@ -84,10 +85,10 @@ def check_ranks(recipe: Recipe, facts: Facts, read: Read, world: World) -> None:
     """Check that this rank has the data of rank 0. Every rank calls it.
 
     Args:
-        facts: of the recipe's data.
+        facts: the facts of the recipe's data on this rank.
 
     Raises:
-        ConfigError: it has not; names the field and the rank.
+        ConfigError: the data differ; names the field and the rank.
     """
     ranks = " on all ranks, as on rank 0", f" on rank {world.rank}"
     place = f"{locate(recipe, 'datasets')}: "
@@ -95,27 +96,34 @@ def check_ranks(recipe: Recipe, facts: Facts, read: Read, world: World) -> None:
 
 
 def check_in_store(facts: Facts, read: Read, notes: RankNotes, ranks: Sequence[int]) -> None:
-    """Check the facts of a data set of `session.batches`, for which no rank waits: another one may
-    never call.
+    """Check the facts of a data set of `session.batches`. No rank waits, because another rank may
+    never call this.
 
-    Each rank writes its own facts before it looks at those of others. So of two one sees both.
+    Each rank writes its own facts before it reads the others' facts. So at least one of two ranks
+    reads both.
 
     Args:
-        notes: of this comparison.
-        ranks: that must have the same; the others are compared with the first of them.
+        notes: the ranks' notes for this comparison.
+        ranks: the ranks that must have the same facts. Each is compared with the first.
 
     Raises:
-        ConfigError: they have not; names the field and the rank.
+        ConfigError: the facts differ; names the field and the rank.
     """
     notes.write(facts)
     rank = notes.world.rank
-    for other in ranks if rank == ranks[0] else ranks[:1]:
+    is_first = rank == ranks[0]
+    others = ranks[:1]
+    if is_first:
+        others = ranks
+    for other in others:
         theirs = notes.read(other)
         if other == rank or theirs is None:
             continue
-        first, second = (facts, theirs) if rank == ranks[0] else (theirs, facts)
+        first, second, differing = theirs, facts, rank
+        if is_first:
+            first, second, differing = facts, theirs, other
         where = f" on all ranks, as on rank {ranks[0]}"
-        there = f" on rank {other if rank == ranks[0] else rank}"
+        there = f" on rank {differing}"
         remedy = (
             ": every rank reads the whole data set and keeps its own part, so do not split it by "
             f"rank, {REMEDY}"
@@ -129,7 +137,7 @@ def check_checkpoint(
     """Check that a checkpoint was written with the same data and the same options of the recipe.
 
     Raises:
-        ConfigError: it was not; names the field.
+        ConfigError: the data or the options differ; names the field.
     """
     if checkpoint["data_facts"] and facts:
         where = f", with which {url} was written"
@@ -150,10 +158,11 @@ def compare(
     """Raise ConfigError if facts differ.
 
     Args:
-        place: that the error begins with.
-        where, there: what is said after the expected value, and after the other one.
+        place: the beginning of the error.
+        where, there: the words after the expected value, and after the value given.
     """
-    if found := find_difference(expected, got, read):
+    found = find_difference(expected, got, read)
+    if found:
         name, value, other = found
         if name.endswith(ORDER):
             remedy = (
@@ -165,19 +174,19 @@ def compare(
 
 def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, str] | None:
     """Return the name of the first fact that differs, and its values as an error shows them; None
-    if there is none.
+    if all facts are equal.
 
-    What differs between two readings in this process, by a generator that nobody can seed, is left
-    out.
+    A part of a sample is left out if it differs between two readings in this process, because its
+    generator cannot be seeded.
     """
-    names = [
-        name
-        for name in {**expected, **got}
-        if is_comparable(name, expected.get(name), got.get(name))
-        and not _is_same(expected.get(name), got.get(name))
-    ]
-    are_samples = any(isinstance(got.get(name), list) for name in names)
-    first, second = (read(), read()) if are_samples else ({}, {})
+    names = []
+    for name in {**expected, **got}:
+        one, other = expected.get(name), got.get(name)
+        if is_comparable(name, one, other) and not _is_same(one, other):
+            names.append(name)
+    first, second = Facts(), Facts()
+    if any(isinstance(got.get(name), list) for name in names):
+        first, second = read(), read()
     # By their places in a sample: two numbers of one may be alike by chance.
     readings = [(each, second.get(name)) for name, each in first.items() if isinstance(each, list)]
     unsteady = {place for one, other in readings for place in _differing(one, other)}
@@ -196,8 +205,8 @@ def _differing(one: list[Any], other: Any) -> list[int]:
 
 
 def summarize(sample: Any) -> list[Any]:
-    """Return plain values that are equal for equal samples, one for each tensor, array or number in
-    them.
+    """Return plain values that are equal for equal samples: a value for each tensor, array or
+    number in the sample.
     """
     return [_summarize_part(part) for part in parts_in(sample)]
 
@@ -207,21 +216,24 @@ def _summarize_part(part: Any) -> Any:
         try:
             part = torch.as_tensor(numpy.asarray(part))
         except (TypeError, ValueError, RuntimeError):  # text, or an object
-            return [
-                type(part).__name__,
-                zlib.crc32(str(part).encode()) if isinstance(part, (str, bytes)) else 0,
-            ]
+            checksum = 0
+            if isinstance(part, (str, bytes)):
+                checksum = zlib.crc32(str(part).encode())
+            return [type(part).__name__, checksum]
     part = part.detach().cpu()
     if part.layout is not torch.strided or part.is_quantized or not part.numel():
         return str(part)
     kind = [list(part.shape), str(part.dtype)]
-    numbers = (torch.view_as_real(part) if part.is_complex() else part).flatten()
+    if part.is_complex():
+        part = torch.view_as_real(part)
+    numbers = part.flatten()
     if not numbers.is_floating_point() and numbers.dtype != torch.uint8:
         return [*kind, zlib.crc32(bytes(numbers.contiguous().view(torch.uint8).numpy()))]
     numbers = numbers[:: -(-len(numbers) // MAX_NUMBERS)].double().nan_to_num(0.0, 0.0, 0.0)
     scale = float(numbers.abs().mean()) or 1.0
-    waves = torch.arange(len(numbers), dtype=torch.float64).cos()  # so that their order counts
-    return [*kind, scale, float(numbers.mean()) / scale, float((numbers * waves).mean()) / scale]
+    waves = torch.arange(len(numbers), dtype=torch.float64).cos()  # make the numbers' order count
+    mean = float(numbers.mean()) / scale
+    return [*kind, scale, mean, float((numbers * waves).mean()) / scale]
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -233,8 +245,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def function_world() -> tuple[World, float]:
-    """Return this rank's place in the process group that its function has made, and the seconds
-    after which a collective in it that waits for a rank fails; years where the backend has none.
+    """Return this rank's place in the process group that its function has made, and the timeout of
+    the group's collectives in seconds. The timeout is years if the backend has none.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     world = World(dist.get_rank(), dist.get_world_size(), device)
@@ -304,16 +316,16 @@ def _checksums(state: Any, world: World) -> list[tuple[str, list[tuple[int, int]
         split: Any = tensor
         if is_split(tensor) and split.device_mesh.size() < world.world_size and in_mesh(tensor):
             part = split.to_local().detach().cpu().resolve_conj().resolve_neg().contiguous()
-            contents = part.reshape(-1).view(torch.uint8).numpy().data if part.numel() else b""
+            contents: Any = b""
+            if part.numel():
+                contents = part.reshape(-1).view(torch.uint8).numpy().data
             box = [(each.start, each.stop) for each in own_box(tensor)]
             found.append((str(place), box, compute_checksum(contents)))
     return found
 
 
 def _compare_copies(checksums: Sequence[Sequence[tuple[str, Any, str]]]) -> None:
-    """Compare the ranks' `_checksums`, of which each part has one. Raises ConfigError, which names
-    key and ranks.
-    """
+    """Compare the `_checksums` of all ranks. Raises ConfigError, which names key and ranks."""
     known: dict[str, tuple[int, str]] = {}
     for rank, parts in enumerate(checksums):
         for place, box, checksum in parts:

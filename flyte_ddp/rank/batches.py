@@ -39,34 +39,35 @@ if TYPE_CHECKING:
 
     from flyte_ddp.data.shards import Stream
 
-UNREADABLE = "cannot be read"  # in place of a sample that is compared
+UNREADABLE = "cannot be read"  # stands for an unreadable sample in a comparison
 
 Check = Callable[[dict[int, Any], Callable[[], dict[int, Any]]], None]
 
 
 @dataclass(frozen=True)
 class EpochBatches:
-    """The global batches of one epoch, of which each rank gets its part.
+    """The global batches of one epoch. Each rank gets its part of every batch.
 
     Raises:
-        ConfigError: `global_batch_size` has not a sample for each rank, or an iterable is to be
+        ConfigError: `global_batch_size` is below the number of ranks, or an iterable is to be
             shuffled or has several loader processes.
     """
 
-    dataset: Any  # with a length and items, or an iterable of samples, which every rank reads whole
+    # has a length and items, or is an iterable of samples that every rank reads whole
+    dataset: Any
     global_batch_size: int
     epoch: int | None  # seeds the order and what samples draw; None for the data set's own order
     seed: int
     num_workers: int
-    # makes a batch of samples; None for that of recipes
+    # makes a batch of samples; None for the default of recipes
     collate_fn: Callable[[Sequence[Any]], Any] | None
     shuffle: bool = True
     first: int = 0  # samples of the epoch that are done
-    mesh: DeviceMesh | None = None  # of the ranks that share the samples; None for all ranks
-    # of a batch, where `collate_fn` leaves samples out; None for all of them
+    mesh: DeviceMesh | None = None  # the ranks that share the samples; None for all ranks
+    # counts the samples of a batch, if `collate_fn` leaves samples out; None if it keeps all
     num_samples: Callable[[Any], int] | None = None
-    # Takes some samples by their numbers, before the first batch, and a function that reads them
-    # once more.
+    # is called before the first batch, with some samples by their numbers and a function that
+    # reads them once more
     check: Check | None = None
 
     def __post_init__(self) -> None:
@@ -76,10 +77,10 @@ class EpochBatches:
             ("seed", 0),
             ("num_workers", 0),
         ):
-            if (value := getattr(self, name)) is not None or name != "epoch":
-                object.__setattr__(
-                    self, name, whole_number(f"session.batches: {name}", value, minimum)
-                )
+            value = getattr(self, name)
+            if value is not None or name != "epoch":
+                value = whole_number(f"session.batches: {name}", value, minimum)
+                object.__setattr__(self, name, value)
         object.__setattr__(self, "shuffle", self.shuffle and self.epoch is not None)
         num_shares = self.share.num_shares
         if self.global_batch_size < num_shares:
@@ -95,21 +96,25 @@ class EpochBatches:
 
     @property
     def length(self) -> int | None:
-        """Samples of an epoch; None for an iterable."""
+        """The number of samples in an epoch; None for an iterable."""
         is_stream = isinstance(self.dataset, IterableDataset) or not hasattr(
             self.dataset, "__getitem__"
         )
-        return None if is_stream else len(self.dataset)
+        if is_stream:
+            return None
+        return len(self.dataset)
 
     @property
     def readers(self) -> list[int] | None:
-        """The ranks that read the same samples; None for all.
+        """The ranks that read the same data set; None for all ranks.
 
-        With a part of a mesh they are those of the whole mesh: the ranks of a tensor-parallel group
-        see the same ones.
+        If `mesh` is a part of a mesh, the ranks of the whole mesh count: the ranks of a
+        tensor-parallel group read the same samples.
         """
         root = getattr(self.mesh, "_get_root_mesh", lambda: None)()
-        return None if root is None else sorted(root.mesh.flatten().tolist())
+        if root is None:
+            return None
+        return sorted(root.mesh.flatten().tolist())
 
     @property
     def share(self) -> Share:
@@ -122,20 +127,27 @@ class EpochBatches:
         return Share(index, self.mesh.size())
 
     def __iter__(self) -> Iterator[tuple[Any, float, int]]:
-        """Yield (this rank's batch, its weight, samples of the epoch that are done with it), as
-        `session.batches`.
+        """Yield this rank's batch, its weight, and the number of samples of the epoch that are done
+        after the batch. See `session.batches`.
         """
-        return self._from_items(self.length) if self.length is not None else self._from_stream()
+        length = self.length
+        if length is None:
+            return self._from_stream()
+        return self._from_items(length)
 
     @property
     def stream(self) -> Stream | None:
         """The data set, if its samples are read in an order of its own."""
-        return as_stream(self.dataset) if self.shuffle else None
+        if not self.shuffle:
+            return None
+        return as_stream(self.dataset)
 
     def describe_order(self) -> dict[str, Any]:
         """Return the plain values on which a place in an epoch of `stream` depends."""
         stream = self.stream
-        return stream.describe_order(self.global_batch_size, self.seed) if stream else {}
+        if not stream:
+            return {}
+        return stream.describe_order(self.global_batch_size, self.seed)
 
     def _plan(self, length: int) -> EpochPlan:
         return EpochPlan(
@@ -152,17 +164,18 @@ class EpochBatches:
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
         plan, share = self._plan(length), self.share
         if self.check and self.stream:
-            self.check({}, dict)  # its order's values stand for the samples
+            self.check({}, dict)  # the stream's order stands for the samples
         elif self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
-        places = (
-            [(plan.epoch, index) for index in share.cut(batch).tolist()] for batch in plan.batches()
-        )
+
+        def locate(batch: torch.Tensor) -> list[tuple[int, int]]:
+            return [(plan.epoch, index) for index in share.cut(batch).tolist()]
+
+        places = map(locate, plan.batches())
         done = self.first
         try:
-            for number, (batch, num_read) in enumerate(
-                self._load(places, self._make, self.num_workers)
-            ):
+            loaded = self._load(places, self._make, self.num_workers)
+            for number, (batch, num_read) in enumerate(loaded):
                 size = plan.size(number)
                 done += size
                 weight = share.weigh(size)
@@ -175,28 +188,30 @@ class EpochBatches:
             raise DataError(message_of(error)) from error
 
     def list_samples(self, begin: int, end: int) -> list[int]:
-        """Return the samples at places of the epoch's order; of an iterable the places."""
+        """Return the samples at places of the epoch's order; for an iterable, the places."""
         if self.length is None:
             return list(range(begin, end))
         return self._plan(self.length).samples(begin, end).tolist()
 
     def _check_items(self, check: Check, chosen: list[int]) -> None:
-        """Read these samples for `check`, by a loader process where there are some: what it opens
-        is its own.
+        """Read these samples for `check`. A loader process reads them if the run has some: its open
+        files are its own.
         """
-        # each alone: of several, those that cannot be read are left out
+        # Each sample is a batch of its own, because unreadable samples are left out of a batch.
         plan, num_workers = [[(0, index)] for index in chosen], min(1, self.num_workers)
 
         def read(times: int) -> Iterator[dict[int, Any]]:
             loaded = iter(self._load(times * plan, list, num_workers))
             for _ in range(times):
                 pairs = zip(chosen, itertools.islice(loaded, len(chosen)), strict=True)
-                yield {
-                    index: samples[0] if num_read else UNREADABLE
-                    for index, (samples, num_read) in pairs
-                }
+                found: dict[int, Any] = {}
+                for index, (samples, num_read) in pairs:
+                    found[index] = UNREADABLE
+                    if num_read:
+                        found[index] = samples[0]
+                yield found
 
-        # by one process, which goes on with what it draws by a generator without a seed
+        # A single process reads twice, so that a generator without a seed draws other numbers.
         again = read(2)
         with unchanged(torch.nn.Module(), self.dataset):
             check(next(read(1)), lambda: next(again))
@@ -212,7 +227,7 @@ class EpochBatches:
             # pickled.
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # else it draws from the loop's
+            generator=torch.Generator(),  # leaves the loop's generator alone
         )
 
     def _from_stream(self) -> Iterator[tuple[Any, float, int]]:
@@ -255,7 +270,7 @@ class EpochBatches:
         return self.collate_fn or collate
 
     def _share_kept(self, batch: Any, num_samples: int) -> float:
-        """Return the share of its samples that `collate_fn` has kept in a batch."""
+        """Return the share of a batch's samples that `collate_fn` has kept."""
         if self.num_samples is None:
             return 1.0
         place = "session.batches: num_samples"
@@ -276,13 +291,8 @@ class EpochBatches:
         if isinstance(self.dataset, Iterator):
             return {}
         with isolate_draws([]):
-            return dict(
-                zip(
-                    numbers,
-                    itertools.islice(self._open_stream(), numbers.start, None),
-                    strict=False,
-                )
-            )
+            samples = itertools.islice(self._open_stream(), numbers.start, None)
+            return dict(zip(numbers, samples, strict=False))
 
 
 Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
@@ -290,14 +300,15 @@ Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
 
 @dataclass(eq=False, repr=False)
 class Batches(IterableDataset[tuple[Any, float]]):
-    """An epoch's (batch of this rank, weight): for a loop, or as what a DataLoader or a framework's
-    data module has.
+    """The batches of this rank in an epoch, each with its weight. Their reader is a loop, a
+    DataLoader, or a framework's data module.
 
-    Each pass over it begins where `track` says. It has no state, because that is the session's.
+    Each pass begins where `track` chooses. The session keeps the state.
     """
 
     batches: EpochBatches
-    # notes how far a pass is, and leaves out what was done before a restart; None where nobody asks
+    # notes the place of a pass, and skips the batches that were done before a restart; None for a
+    # plain pass
     track: Track | None
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
@@ -313,15 +324,13 @@ class Batches(IterableDataset[tuple[Any, float]]):
                 yield batch, weight
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, also where some are done."""
+        """Return the number of batches of a whole epoch, even if some are done."""
         if self.batches.length is None:
             raise TypeError("session.batches: an iterable data set has no length")
         return -(-self.batches.length // self.batches.global_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: with a state, even an empty one, torchdata's StatefulDataLoader skips no
-        batches itself.
-        """
+        """Return an empty state: torchdata's StatefulDataLoader then skips no batches itself."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,8 +338,8 @@ class Batches(IterableDataset[tuple[Any, float]]):
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's place among the ranks, by the process group or torchrun's variables;
-    else it is alone.
+    """Return this process's rank and the world size, from the process group or torchrun's
+    variables. Without both it is alone.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -338,7 +347,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 class _IsolatedDataset(SeededDataset):
-    """Leaves the loop's own random draws alone: in a loader without processes they share their
+    """Leaves the loop's own random draws alone. A loader without processes shares the loop's
     generators.
     """
 
@@ -349,8 +358,8 @@ class _IsolatedDataset(SeededDataset):
 
 @dataclass(eq=False, repr=False)
 class _SeededStream(IterableDataset[Any]):
-    """Draws the same on every rank, in a loader process or not: each rank takes its part of the
-    same samples.
+    """Draws the same samples on every rank, with or without a loader process. Each rank takes its
+    part of the same samples.
     """
 
     samples: Iterable[Any]

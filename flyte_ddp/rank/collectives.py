@@ -1,5 +1,5 @@
-"""The collectives that this rank has entered, and its waits in them. Imports no torch: the program
-has, or not.
+"""The collectives that this rank has entered, and its waits in them. Imports no torch, because a
+program may not use it.
 
 torch's flight recorder is on by default, for gloo and NCCL. It counts the collectives of each
 process group, so the rank with the smallest number is the one that the others wait for.
@@ -16,42 +16,46 @@ from typing import Any
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.protocol.messages import Collective, Group, RankBeat
 
-# collectives of a group that have begun and not ended: the oldest ones, of which the first one
-# hangs
+# The most collectives of a group that a report lists, of the collectives that have not ended. The
+# oldest comes first: it is the collective that hangs.
 MAX_PENDING = 4
 BACKENDS = ("gloo", "nccl")
 PLACES = ("torch.distributed", "torch.autograd")  # modules whose calls wait for other ranks
-MAX_CPU_SECONDS = 0.001  # of a thread that only waits, between two looks
-NUM_LOOKS = 10  # in the timeout
+MAX_CPU_SECONDS = 0.001  # the CPU time of a waiting thread between two looks
+NUM_LOOKS = 10  # looks within the timeout
 
 
 def entered_collectives(only_pending: bool = False) -> list[Group]:
-    """Return what this rank has entered of each process group; nothing where torch does not tell.
+    """Return the collectives that this rank has entered, for each process group. Returns none if
+    torch has no flight recorder.
 
     Args:
-        only_pending: for a look now and then, which costs less; the number `entered` is that of
-            pending ones then.
+        only_pending: look at pending collectives alone, which costs less; the number `entered` then
+            counts pending collectives.
     """
     torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
     if torch_c10d is None or dump is None:
         return []
     try:
-        entries = [entry for backend in BACKENDS for entry in _entries(dump, backend, only_pending)]
+        entries = []
+        for backend in BACKENDS:
+            entries += _entries(dump, backend, only_pending)
         groups = {group.group_name: group for group in torch_c10d._world.pg_map}
         return [_describe(group, torch_c10d, entries) for group in groups.values()]
-    except Exception:  # these are torch's internals, and a report without them is better than none
+    except Exception:  # torch's internals may change, and a report without them is better than none
         return []
 
 
 def watch_main_thread(position: RankBeat, timeout: float) -> None:
-    """Keep `position.waits_since`, from a thread: since when the main thread waits for other ranks.
+    """Start a thread that keeps `position.waits_since`: the time since which the main thread waits
+    for other ranks.
 
-    For a function that reports no progress. The thread looks now and then. The main thread waits if
-    the flight recorder has a collective that has not ended, which also shows a wait for a GPU; or
-    if torch.distributed or a backward pass has called what runs now, and it has used no processor
-    time since the last look. By this process's own clock: the recorder's moves when the machine's
-    clock is set.
+    This serves functions that report no progress. The main thread waits in two cases. First, the
+    flight recorder shows a collective that has not ended, or a wait for a GPU. Second,
+    torch.distributed or a backward pass has called the code that runs now, and the main thread has
+    used no processor time since the last look. The time is taken from this process's monotonic
+    clock, because the recorder's clock jumps when the machine's clock is set.
 
     Args:
         timeout: seconds of waiting that matter.
@@ -69,7 +73,8 @@ def watch_main_thread(position: RankBeat, timeout: float) -> None:
             before, used = used, time.clock_gettime(clock)
             earlier, pending = pending, _waiting_since()
             if pending:
-                since = since if pending == earlier else time.monotonic()
+                if pending != earlier:
+                    since = time.monotonic()
             elif used - before > MAX_CPU_SECONDS or not _is_in_collective(main):
                 since = 0.0
             else:
@@ -80,8 +85,8 @@ def watch_main_thread(position: RankBeat, timeout: float) -> None:
 
 
 def _waiting_since() -> float:
-    """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does
-    not.
+    """Return the time at which this rank began to wait in a collective, in seconds since the epoch;
+    0 if it does not wait.
     """
     groups = entered_collectives(only_pending=True)
     return min((each.since for group in groups for each in group.pending), default=0.0)
@@ -97,26 +102,29 @@ def _is_in_collective(thread: int) -> bool:
 
 
 def _entries(dump: Any, backend: str, only_pending: bool) -> list[dict[str, Any]]:
-    # without stacks, whose lines it would look up for seconds
+    # Stacks are left out: torch would look up their lines for seconds.
     contents = dump(True, False, only_pending, backend)
     return [each for each in pickle.loads(contents).get("entries", ()) if not each["is_p2p"]]
 
 
 def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> Group:
     own = [each for each in entries if each["process_group"][0] == group.group_name]
-    return Group(
-        "the default group" if group.group_desc == "default_pg" else f"group {group.group_desc}",
-        tuple(sorted(torch_c10d._world.pg_group_ranks[group])),
-        max((each["collective_seq_id"] for each in own), default=0),
-        [_describe_entry(each) for each in own if not each["retired"]][:MAX_PENDING],
-    )
+    name = f"group {group.group_desc}"
+    if group.group_desc == "default_pg":
+        name = "the default group"
+    ranks = tuple(sorted(torch_c10d._world.pg_group_ranks[group]))
+    entered = max((each["collective_seq_id"] for each in own), default=0)
+    pending = [_describe_entry(each) for each in own if not each["retired"]]
+    return Group(name, ranks, entered, pending[:MAX_PENDING])
 
 
 def _describe_entry(entry: dict[str, Any]) -> Collective:
     name = entry["profiling_name"]
     operation = name.partition(":")[2].removeprefix("_") or name
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-    of = ", ".join(f"{kind.lower()} {sizes}" for kind, sizes in tensors)
-    what = f"{operation} of {of}" if of and len(of) < 80 else operation
+    inputs = ", ".join(f"{kind.lower()} {sizes}" for kind, sizes in tensors)
+    what = operation
+    if inputs and len(inputs) < 80:
+        what = f"{operation} of {inputs}"
     since = entry["time_created_ns"] / 1e9
     return Collective(entry["collective_seq_id"], operation, what, since)

@@ -27,9 +27,9 @@ from flyte_ddp.world import World
 if TYPE_CHECKING:
     from flyte_ddp.data.shards import Stream
 
-STAND_IN = 0.0  # the weight of a sample in place of a micro-batch of which none can be read
-MAX_FOLLOWING = 100  # samples that are tried as such
-# of a GPU's free memory, for all data sets together; the others stay on the host
+STAND_IN = 0.0  # the weight of the sample that stands in for an unreadable micro-batch
+MAX_FOLLOWING = 100  # samples that are tried as stand-ins
+# The share of a GPU's free memory for all data sets together. Other data sets stay on the host.
 MAX_GPU_MEMORY_FRACTION = 0.4
 
 
@@ -50,22 +50,24 @@ class BatchShard:
     """
 
     micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass
-    # of their losses: 1, or 0 for a repeated sample where there are too few for all
+    # the weights of the micro-batches' losses: 1, or 0 for a repeated sample in place of none
     weights: Sequence[float]
-    # What the loss is a mean over; None where only the loaded targets tell:
-    own_targets: float | Tensor | None  # of this shard
-    num_targets: float | Tensor | None  # of the whole global batch
-    num_samples: int  # of the whole global batch
+    # The loss is a mean over the targets. None if only the loaded targets show their number.
+    own_targets: float | Tensor | None  # number of targets in this shard
+    num_targets: float | Tensor | None  # number of targets in the whole global batch
+    num_samples: int  # number of samples in the whole global batch
 
 
 def open_samples(
     datasets: Iterable[Dataset[Any]], recipe: Recipe, config: TrainingConfig, world: World
 ) -> list[TensorSamples | LoadedSamples]:
-    """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits,
-    else by a loader.
+    """Return a reader for each of `datasets`. Data in memory are read by index, on the GPU if they
+    fit. A loader reads other data.
     """
     samples: list[TensorSamples | LoadedSamples] = []
-    free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
+    free = 0
+    if world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0]
     budget = int(MAX_GPU_MEMORY_FRACTION * free)
     has_own = type(recipe).collate is not Recipe.collate
     for dataset in datasets:
@@ -152,7 +154,9 @@ class _Sample(Subset[Any]):
 
     def key(self, index: int) -> str:
         number = self.indices[index]
-        return self.dataset.key(number) if hasattr(self.dataset, "key") else f"sample {number}"
+        if hasattr(self.dataset, "key"):
+            return self.dataset.key(number)  # type: ignore[no-any-return]
+        return f"sample {number}"
 
     @property
     def UNREADABLE(self) -> object:
@@ -160,21 +164,23 @@ class _Sample(Subset[Any]):
 
 
 class TensorSamples:
-    """Samples that are in memory whole, in bytes if the recipe has them in bytes: a batch is a
-    gather by index.
+    """Samples that are all in memory, with the types of the recipe's data set. A batch is a gather
+    by index.
     """
 
     weights: Tensor | None = None  # see `weigh_samples`
     has_own_collate = has_own_sizes = False
     num_unreadable = 0
-    dataset = None  # to which no look at a sample does anything
+    dataset = None  # reading a tensor's sample changes no data set
 
     def __init__(self, dataset: TensorDataset, recipe: Recipe, world: World) -> None:
         self.device = world.device
         self.inputs, self.targets = dataset.tensors
         counts = recipe.num_targets(self.targets)
-        # In double precision, whose sums stay exact. The check of the recipe names a list.
-        self.counts = None if counts is None else torch.as_tensor(counts, dtype=torch.float64)
+        # Sums in double precision stay exact. The recipe's check reports a list.
+        self.counts = counts
+        if counts is not None:
+            self.counts = torch.as_tensor(counts, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -185,8 +191,8 @@ class TensorSamples:
 
     @property
     def index_device(self) -> torch.device:
-        """The device of the indices that `batches` takes. On another one, each batch would wait for
-        the GPU.
+        """The device of the indices that `batches` takes. With indices on another device, each
+        batch would wait for the GPU.
         """
         return self.inputs.device
 
@@ -198,7 +204,9 @@ class TensorSamples:
 
     def num_targets(self, indices: Tensor) -> float | Tensor:
         """Return how many targets the samples at `indices` have together."""
-        return float(len(indices)) if self.counts is None else self.counts[indices].sum()
+        if self.counts is None:
+            return float(len(indices))
+        return self.counts[indices].sum()
 
     def read(self, epoch: int, sample: int) -> Any:
         """Return a sample as it is in an epoch."""
@@ -212,7 +220,7 @@ class TensorSamples:
                 self.inputs.index_select(0, index),
                 self.targets.index_select(0, index),
             )
-            # too large for the GPU; non_blocking copies during the step before
+            # Data too large for the GPU: non_blocking copies the batch during the step before.
             if self.inputs.device != self.device:
                 inputs = inputs.pin_memory().to(self.device, non_blocking=True)
                 targets = targets.pin_memory().to(self.device, non_blocking=True)
@@ -240,18 +248,16 @@ class LoadedSamples:
         # processes start once: each imports torch for seconds.
         self._plan = _Plan()
         workers = config.data_workers
-        # of each loader process, in memory that they share
+        # the counts of all loader processes, in memory that they share
         self._num_unreadable = torch.zeros(1 + workers, dtype=torch.int64).share_memory_()
         self.dataset = dataset
-        # whose advice, fork, does not help: `batches` gives ours
+        # torch's warning recommends fork, which does not help. `batches` raises our own error.
         warnings.filterwarnings("ignore", "Got pickle error")
+        make: Callable[[Sequence[Any], bool], Any] = collate_plainly
+        if self.has_own_collate:
+            make = recipe.collate
         self._loader: DataLoader[Any] = DataLoader(
-            SeededDataset(
-                dataset,
-                config.seed,
-                recipe.collate if self.has_own_collate else collate_plainly,
-                self._num_unreadable,
-            ),
+            SeededDataset(dataset, config.seed, make, self._num_unreadable),
             batch_sampler=self._plan,
             collate_fn=keep,
             num_workers=workers,
@@ -266,21 +272,26 @@ class LoadedSamples:
         return self.size
 
     def num_targets(self, indices: Tensor) -> float | None:
-        """Return how many targets the samples at `indices` have together; None if that is known
-        once they are read.
+        """Return how many targets the samples at `indices` have together; None if the loaded
+        samples have to be counted.
         """
-        return None if self.has_own_counts or self.has_own_sizes else float(len(indices))
+        if self.has_own_counts or self.has_own_sizes:
+            return None
+        return float(len(indices))
 
     @property
     def num_unreadable(self) -> int:
-        """Samples so far, of this rank, that could not be read and are left out."""
+        """The number of this rank's samples so far that could not be read and are left out."""
         return int(self._num_unreadable.sum())
 
     def read(self, epoch: int, sample: int) -> Any:
         return self._loader.dataset[epoch, sample]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        self._plan.batches = ([(epoch, sample) for sample in index.tolist()] for index in indices)
+        def locate_samples(index: Tensor) -> list[tuple[int, int]]:
+            return [(epoch, sample) for sample in index.tolist()]
+
+        self._plan.batches = map(locate_samples, indices)
         try:
             for batch, num_read in self._loader:
                 self._check(batch, num_read)
@@ -299,12 +310,14 @@ class LoadedSamples:
             ) from error
         except DataError as error:
             message = message_of(error)
-            if message.startswith("datasets: "):  # not one of the recipe's own
+            if message.startswith("datasets: "):  # an error of this package, not of the recipe
                 message = locate(self.recipe, "datasets") + message.removeprefix("datasets")
             raise DataError(message) from error
 
     def _check(self, batch: Any, num_read: int) -> None:
-        """Check what the loader has made of so many samples, and count those that are left out."""
+        """Check the batch that the loader has made of `num_read` samples, and count the samples
+        that `collate` left out.
+        """
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise DataError(
                 f"datasets: expected (input, target) pairs as samples, got {describe_kind(batch)}"
@@ -343,8 +356,8 @@ class _Plan:
 
 
 def message_of(error: DataError) -> str:
-    """Return the message of an error of a data set. From a loader process it comes with a
-    traceback for its message, whose last line is its own.
+    """Return the message of an error of a data set. A loader process sends a traceback, whose last
+    line is the message.
     """
     message = str(error)
     if message.startswith("Caught "):
@@ -352,11 +365,11 @@ def message_of(error: DataError) -> str:
     return message
 
 
-Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
+Samples = TensorSamples | LoadedSamples  # return batches by index
 
 
 def collate_by(make: Callable[[Sequence[Any]], Any], samples: Sequence[Any], training: bool) -> Any:
-    """Return a batch by a function that does not ask whether it is trained on."""
+    """Return a batch, made by a function that does not take `training`."""
     return make(samples)
 
 
@@ -371,10 +384,10 @@ def count_samples(recipe: Recipe, inputs: Any, targets: Any) -> int:
 
 
 def check_count(place: str, count: Any, most: int) -> int:
-    """Return the number of samples that a batch is said to have.
+    """Return `count`, the number of samples in a batch, as an int.
 
     Raises:
-        ConfigError: it is not one from 1 to `most`; begins with `place`.
+        ConfigError: `count` is no whole number from 1 to `most`; begins with `place`.
     """
     try:
         number = operator.index(count)
@@ -390,33 +403,39 @@ def check_count(place: str, count: Any, most: int) -> int:
 
 @dataclass(eq=False, repr=False)
 class SeededDataset(Dataset[Any]):
-    """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who
-    loads it or when.
+    """Draws a sample's augmentation from the run's seed, the epoch and the sample's number.
 
-    So the same samples come out for every number of ranks and workers, and after a restart in the
+    So the samples are the same for every number of ranks and workers, and after a restart in the
     middle of an epoch.
     """
 
     dataset: Any
     seed: int
-    # makes a batch of samples, and knows whether they are trained on; None where it keeps none
+    # makes a batch of samples, given whether the batch is for training; returns None if it keeps
+    # no sample
     collate: Callable[[Sequence[Any], bool], Any] = collate_plainly
-    # samples that were left out, of this process and its loader processes
+    # counts of the samples that this process and its loader processes left out
     num_unreadable: Tensor | None = None
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> tuple[Any, int]:
-        """Return a batch, and how many of its samples could be read: 0 where another sample stands
-        in for all of them. A DataLoader calls it.
+        """Return a batch, and how many of its samples could be read. The number is 0 if another
+        sample stands in for all of them. A DataLoader calls this method.
         """
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([index for _, index in places])
         is_training = places[0][0] > 0
         samples = self._read(places)
-        batch = self.collate(samples, is_training) if samples else None
-        num_read = 0 if batch is None else len(samples)
+        batch, num_read = None, 0
+        if samples:
+            batch = self.collate(samples, is_training)
+        if batch is not None:
+            num_read = len(samples)
         if self.num_unreadable is not None:
             info = get_worker_info()
-            self.num_unreadable[info.id + 1 if info else 0] += len(places) - num_read
+            slot = 0
+            if info:
+                slot = info.id + 1
+            self.num_unreadable[slot] += len(places) - num_read
         if batch is None:
             batch = self._stand_in(*places[0])
         return batch, num_read
@@ -429,12 +448,13 @@ class SeededDataset(Dataset[Any]):
         return [each for each in samples if each is not self.dataset.UNREADABLE]
 
     def _stand_in(self, epoch: int, sample: int) -> Any:
-        """Return a batch of the first sample after `sample` of which there is one."""
+        """Return a batch of the first readable sample after `sample`."""
         for following in range(sample + 1, sample + MAX_FOLLOWING):
             samples = self._read([(epoch, following % len(self.dataset))])
-            batch = self.collate(samples, epoch > 0) if samples else None
-            if batch is not None:
-                return batch
+            if samples:
+                batch = self.collate(samples, epoch > 0)
+                if batch is not None:
+                    return batch
         raise DataError(
             f"data: expected a sample that can be read, got none of {MAX_FOLLOWING} from sample "
             f"{sample} on (reading failed, or collate returned None)"
@@ -447,21 +467,21 @@ class SeededDataset(Dataset[Any]):
 
 
 def keep(batch: Any) -> Any:
-    """Return what `SeededDataset` has made a batch of: the function of its loader."""
+    """Return the batch that `SeededDataset` has made, unchanged. Its loader collates with this."""
     return batch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed those that data sets draw from."""
+    """Seed the generators that data sets draw from: Python's, NumPy's and torch's."""
     random.seed(seed)
-    numpy.random.seed(seed & 0xFFFF_FFFF)  # it takes 32 bits
+    numpy.random.seed(seed & 0xFFFF_FFFF)  # NumPy takes 32 bits
     torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def isolate_draws(draws: list[Any]) -> Iterator[None]:
-    """Leave the process's own random draws alone in the block, which goes on with those of the
-    block before.
+    """Leave the process's own random draws alone in the block. The block continues the draws of the
+    block before it.
 
     Args:
         draws: the generators' states between two blocks; empty before the first one.
@@ -492,7 +512,7 @@ class EpochShards:
 
     samples: Samples
     plan: EpochPlan
-    size: int  # of a micro-batch
+    size: int  # samples in a micro-batch
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -510,8 +530,8 @@ class EpochShards:
         return self.read()
 
     def read(self, first: int = 0, end: int | None = None) -> Iterator[BatchShard]:
-        """Yield the shards of the batches from `first` to before `end`, by default the last one's
-        end. The files of a stream's coming batches are fetched meanwhile.
+        """Yield the shards of the batches from `first` up to `end`, which is excluded; by default
+        up to the last batch. Meanwhile the files of a stream's coming batches are fetched.
         """
         if self.plan.stream is None:
             yield from self._all[first:end]
@@ -525,9 +545,17 @@ class EpochShards:
         mine = share.cut(batch)[: share.count(len(batch))]
         most = Share(0, share.num_shares).count(len(batch))
         micro_batches = mine.tensor_split(-(-most // self.size))
+        parts, weights = [], []
+        for part in micro_batches:
+            if len(part):
+                parts.append(part)
+                weights.append(1.0)
+            else:  # a repeated sample keeps the number of passes equal on all ranks
+                parts.append(batch[:1])
+                weights.append(0.0)
         return BatchShard(
-            micro_batches=[part if len(part) else batch[:1] for part in micro_batches],
-            weights=[1.0 if len(part) else 0.0 for part in micro_batches],
+            micro_batches=parts,
+            weights=weights,
             own_targets=self.samples.num_targets(mine),
             num_targets=self.samples.num_targets(batch),
             num_samples=len(batch),
@@ -555,11 +583,13 @@ def num_batches(samples: Samples, config: TrainingConfig) -> int:
 
 
 def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
-    """Return the held-out samples of this rank, cut into evaluation batches; without repeats, so
-    possibly empty.
+    """Return this rank's held-out samples, cut into evaluation batches. No sample is repeated, so a
+    rank may have none.
     """
     all_of_them = torch.arange(len(samples), device=samples.index_device)
     mine = all_of_them[world.rank :: world.world_size]
-    if as_stream(samples.dataset):  # so that a rank reads its part of the shards alone
+    if as_stream(samples.dataset):  # with a contiguous part, a rank reads few shards
         mine = all_of_them.tensor_split(world.world_size)[world.rank]
-    return mine.split(config.evaluation_batch_size) if len(mine) else []
+    if not len(mine):
+        return []
+    return mine.split(config.evaluation_batch_size)  # type: ignore[no-any-return]

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 MAX_RETURNED_BYTES = 64 << 20
 ENDED = "flyte_ddp/num_ended"  # the store's counter of calls that have returned
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 KEPT_BYTES, RETURNED_BYTES = 1 << 30, 1 << 20
 
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
@@ -72,7 +72,7 @@ PEER_FAILURE = re.compile(
     r"pipe|recvValue|sendBytes|failed to recv"
 )
 
-# What torch and multiprocessing say where /dev/shm is too small, full, absent or read-only.
+# Errors of torch and multiprocessing if /dev/shm is too small, full, absent or read-only.
 SHARED_MEMORY = re.compile(r"</torch_|out of shared memory|SemLock\(")
 SHARED_MEMORY_HINT = (
     "data_workers: expected a /dev/shm that loader processes can write batches to: give the task a "
@@ -80,8 +80,8 @@ SHARED_MEMORY_HINT = (
     "data_workers: 0"
 )
 
-# What a process says where a limit of the shell, by its option of ulimit, leaves it no thread,
-# process or memory.
+# Errors of a process that a limit of the shell leaves no thread, process or memory; with the limit,
+# its option of ulimit, and its unit.
 LIMITS = {
     "can't start new thread|Resource temporarily unavailable": (
         resource.RLIMIT_NPROC,
@@ -116,13 +116,13 @@ def run_rank(
     Args:
         listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
         pipe: to and from the agent.
-        beats: of the node's ranks, in memory that they share with the agent.
+        beats: the heartbeats of the node's ranks, in memory that they share with the agent.
         logs: directory of the rank's files for the length of the run.
-        memory: of the node, as `RankProcess` has it from `memory` on.
+        memory: the node's memory files, passed on to `RankProcess` as `slots`, `copies`, `parts`.
     """
     show_working_directory()
     open_standard_streams()
-    # so that the agent can kill this process with all that it starts, such as loader workers
+    # The agent can then kill this process with all that it starts, such as loader workers.
     os.setpgid(0, 0)
     # The agent removes what loader processes leave when they are killed.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
@@ -133,12 +133,12 @@ def run_rank(
     os.close(file)
     # Lines appear while the rank runs, and before it is killed.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    # By a signal as well, for a rank that hangs in C code which lets no other thread run.
+    # A signal also writes the stacks, for a rank that hangs in C code with the interpreter's lock.
     stacks = open(rank_stacks(logs, rank), "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
     link = AgentLink(pipe, beats, local_rank, stacks)
-    # Not Python's own, which prints what the agent reports; hooks call the one before them.
+    # Python's own hook would print what the agent reports. Other hooks call this hook.
     sys.excepthook = lambda kind, error, frames: None
     process = os.getpid()
     try:
@@ -148,23 +148,23 @@ def run_rank(
         outcome = call_program(RankProcess(job, node, local_rank, listener, link, *memory))
     except BaseException as error:
         if os.getpid() != process:
-            raise  # it was forked by the program, and is no rank
-        # the end of this process may wait for dead peers; the driver ends it in time
+            raise  # a process that the program forked is no rank
+        # The end of this process may wait for dead peers. The driver ends it in time.
         link.send(Returned(Outcome.FAILED, _describe(error)))
-        # as Python does: W&B marks its run as failed by such a hook
+        # Python calls the hook, too: W&B's hook marks its run as failed.
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
         _flush_files()
     else:
         _flush_files()
         link.send(Returned(outcome))
-        # what a thread of gloo's that aborts this process now says
+        # From now on a thread of gloo may abort this process: its message is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def call_program(process: RankProcess) -> Outcome:
-    """Call the program, and send rank 0's value once every rank's call has returned; return whether
-    it is done, or has ended because the session asked for it.
+    """Call the program, and send rank 0's value once every rank's call has returned. Return whether
+    the program is done, or has stopped because the session asked for it.
 
     Raises:
         ValueError: the value is too large to be sent.
@@ -185,11 +185,11 @@ def call_program(process: RankProcess) -> Outcome:
         start_thread("copies", _receive_copies, process)
     value = _call(program, current)
     current.close()
-    # whose ranks learn by it that this one has ended, or this one of them
+    # Ranks of several nodes learn from the store which ranks have ended.
     if process.node.num_nodes > 1:
         store.open()  # may import torch, which a process that has shut down its threads cannot
     threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
-    atexit._run_exitfuncs()  # so may these, which Python then has done
+    atexit._run_exitfuncs()  # exit functions may use the store, too; Python runs them only once
     store.wait_until_all_ended()
     if current.stop.is_stopping:
         return Outcome.STOPPED
@@ -200,17 +200,17 @@ def call_program(process: RankProcess) -> Outcome:
 
 
 def _call(program: Program, current: Session) -> bytes:
-    """Return what the program returns; nothing if the session has ended it. Raises as
-    `call_program`.
+    """Return the program's value, pickled; nothing if the session has ended the program. Raises the
+    errors of `call_program`.
     """
-    # Nothing shows that multiprocessing has started this process: a script may ask, or choose a
-    # start method.
+    # The process looks like one that multiprocessing has not started: a script may check this, or
+    # choose a start method.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
     rank, value = os.getpid(), b""
     with current.finish_on_error(), contextlib.suppress(StopRequested):
         value = cloudpickle.loads(program.call)()
-    if os.getpid() != rank:  # it was forked by the program, and is no rank
+    if os.getpid() != rank:  # a process that the program forked is no rank
         raise SystemExit(0)
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(
@@ -221,12 +221,12 @@ def _call(program: Program, current: Session) -> bytes:
 
 
 def _flush_files() -> None:
-    """Write what open files hold back. As this process ends, a daemon thread that waits in gloo may
-    abort it.
+    """Flush open files, because a daemon thread that waits in gloo may abort this process at its
+    end.
     """
     for kind in (io.TextIOWrapper, io.BufferedWriter):
         for file in [each for each in gc.get_objects() if type(each) is kind]:
-            # it is closed, or whoever read it is gone
+            # The file may be closed, or its reader may have ended.
             with contextlib.suppress(OSError, ValueError):
                 file.flush()
 
@@ -256,7 +256,7 @@ class _Store:
 
     process: RankProcess
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # now, even if that imports torch
+    # set when the store is needed now, even if this process then imports torch
     _is_needed: threading.Event = field(default_factory=threading.Event)
     _store: Store | None = None
 
@@ -289,10 +289,11 @@ class _Store:
             time.sleep(POLL_INTERVAL)
 
     def _is_asked_for(self) -> bool:
-        # processes below this one use it, and this one imports no torch itself
-        is_for_others = self.process.job.program.kind is Kind.COMMAND
-        listener = self.process.listener if is_for_others else None
-        return listener is not None and bool(select.select([listener], [], [], 0)[0])
+        # A command's own processes use the store, and this process imports no torch itself.
+        listener = self.process.listener
+        if listener is None or self.process.job.program.kind is not Kind.COMMAND:
+            return False
+        return bool(select.select([listener], [], [], 0)[0])
 
     def _serve(self) -> None:
         while not (
@@ -303,8 +304,10 @@ class _Store:
 
 
 def _describe(error: BaseException) -> RaisedError:
-    if isinstance(error, SystemExit):  # without a traceback, as Python ends
-        message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
+    if isinstance(error, SystemExit):  # Python prints no traceback either
+        message = str(error.code)
+        if isinstance(error.code, int):
+            message = f"exit code {error.code}"
         return RaisedError("SystemExit", message, "", False)
     text = "".join(
         traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__)
@@ -312,52 +315,61 @@ def _describe(error: BaseException) -> RaisedError:
     message = str(error)
     is_consequence = (
         isinstance(error, (RuntimeError, OSError))
-        # which may also say that a connection was refused
+        # A StorageUnavailable may also report a refused connection.
         and not isinstance(error, StorageUnavailable)
         and bool(PEER_FAILURE.search(message))
     )
     name = type(error).__name__
-    # traceback, of a loader's process: torch has it as the message
-    if original := message.partition("\nOriginal ")[2]:
+    # torch's message for an error in a loader process contains the process's traceback
+    original = message.partition("\nOriginal ")[2]
+    if original:
         before, _, after = original.rpartition(f"{name}: ")
-        text, message = original, after.strip() if before else ""
+        text, message = original, ""
+        if before:
+            message = after.strip()
     if any(getattr(module, name, type(error)) is not type(error) for module in (errors, builtins)):
-        name = f"{type(error).__module__}.{name}"  # not the one that has this name here
+        name = f"{type(error).__module__}.{name}"  # another class has the plain name
     if SHARED_MEMORY.search(text):
-        reason = next(
-            (line for line in reversed(text.splitlines()) if "Error" in line), message
-        ).strip()
+        lines = (line for line in reversed(text.splitlines()) if "Error" in line)
+        reason = next(lines, message).strip()
         return RaisedError("ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False)
-    for said, (limit, option, what) in LIMITS.items():
-        if (
-            re.search(said, message)
-            and (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY
-        ):
-            text = (
-                f"ulimit {option}: expected more than {most} {what}, with which a rank ended: "
-                f"{message}"
-            )
-            return RaisedError("ConfigError", text, "", False)
+    lack = _describe_limit(message)
+    if lack:
+        return RaisedError("ConfigError", lack, "", False)
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
     return RaisedError(name, redact_url(message), redact_url(text), is_consequence)
 
 
+def _describe_limit(message: str) -> str:
+    """Return which limit of the shell explains an error's message; "" if none does."""
+    for pattern, (limit, option, unit) in LIMITS.items():
+        if re.search(pattern, message):
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY:
+                return (
+                    f"ulimit {option}: expected more than {most} {unit}, with which a rank ended: "
+                    f"{message}"
+                )
+    return ""
+
+
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
     """Return the variables that torch and its libraries read, with torchrun's names and meaning.
 
-    The defaults, such as a network interface or a number of threads, are the user's own where they
-    are set: a user may know a faster one. A config's number of threads counts before the user's.
+    The user's own variables replace defaults such as a network interface or a number of threads,
+    because a user may know faster values. A config's number of threads replaces the user's.
     """
+    rank = node.first_rank + local_rank
     values = {
-        "RANK": node.first_rank + local_rank,
+        "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": node.world_size,
         "LOCAL_WORLD_SIZE": node.num_ranks,
         "GROUP_RANK": node.node_rank,
         "GROUP_WORLD_SIZE": node.num_nodes,
         "ROLE_NAME": "default",
-        "ROLE_RANK": node.first_rank + local_rank,
+        "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": node.world_size,
         "MASTER_ADDR": node.host,
         "MASTER_PORT": node.port,
@@ -365,7 +377,7 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": node.num_restarts,
         "TORCHELASTIC_MAX_RESTARTS": node.max_restarts,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS),
-        # all ranks are clients of a store that is served for them
+        # All ranks are clients of a store that is served for them.
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     defaults = {
@@ -399,16 +411,16 @@ def keep_freed_memory(num_bytes: int = KEPT_BYTES) -> None:
     """Keep glibc from returning a step's activations to the kernel, only to fault them in again in
     the next step.
 
-    By default it maps large blocks one by one and trims the end of the heap until it has seen
-    larger blocks freed: up to 5,000 page faults and a quarter of the time of a step of `mnist`. The
-    process keeps its peak instead, which it needs again. A C library without `mallopt` keeps its
-    own ways.
+    By default glibc maps large blocks one by one, and trims the end of the heap until larger blocks
+    were freed. This costs up to 5,000 page faults and a quarter of the time of a step of `mnist`.
+    With this call the process keeps its peak, because it needs the memory again. A C library
+    without `mallopt` is left as it is.
 
     Args:
-        num_bytes: of larger blocks, which are returned at once. A rank that splits its model has
-            `RETURNED_BYTES`, in order to have more memory: weights that are gathered and dropped
-            would stay in the heap of each thread that gathered one, 0.6 GB of a rank on a CPU with
-            100 million parameters.
+        num_bytes: larger blocks are returned at once. A rank that splits its model passes
+            `RETURNED_BYTES`, in order to have more memory. Otherwise gathered weights would stay in
+            the heap of each thread that gathered them: 0.6 GB in a rank on a CPU with 100 million
+            parameters.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

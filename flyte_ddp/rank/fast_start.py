@@ -31,9 +31,11 @@ def avoid_importing_dynamo() -> None:
     """
     for owner in (Optimizer, DistributedDataParallel):
         for function in vars(owner).values():
-            while (function := getattr(function, "__wrapped__", None)) is not None:
+            function = getattr(function, "__wrapped__", None)
+            while function is not None:
                 if hasattr(function, "__dict__"):
                     function.__dict__.setdefault("__dynamo_disable", function)
+                function = getattr(function, "__wrapped__", None)
     for optimizer in (SGD, Adam):  # AdamW is an Adam
         step: Any = optimizer.step
         if getattr(step, "__code__", None) and step.__code__.co_name == "_use_grad":

@@ -36,8 +36,8 @@ from flyte_ddp.rank.collectives import entered_collectives
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-# of the time that a stop leaves, for which a function that does not ask may train on to its next
-# save
+# The share of the time before a stop in which a function may train on to its next save, if it
+# never asks whether to stop.
 SAVE_SHARE = 0.5
 
 
@@ -53,18 +53,18 @@ class AgentLink:
     beats: Sequence[RankBeat]
     local_rank: int
     stacks: TextIO  # takes the stacks of all threads
-    # by which a function that does not ask learns of a stop
+    # the signal that ends a function that never asks whether to stop
     stop_signal: signal.Signals = signal.SIGTERM
     saves_until: float = math.inf  # monotonic: half of the time that a stop leaves is over then
     # called when this rank is asked to end the run
     on_stop: Callable[[], None] = lambda: None
-    # the thread that writes checkpoints sends as well
+    # The thread that writes checkpoints sends messages, too.
     _sending: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _data: Future[str] = field(default_factory=Future)  # the directory
 
     def __post_init__(self) -> None:
-        # in the memory that it shares with the agent: its session and loop write their fields there
+        # The session and the loop write their fields here, in memory shared with the agent.
         self.position = self.beats[self.local_rank]
         start_thread("agent-link", self._listen)
 
@@ -81,8 +81,8 @@ class AgentLink:
         self.position.step = step
 
     def set_pace(self, num_steps: int, seconds: list[float]) -> None:
-        """Report this rank's steps of the attempt, and the seconds of its own in each phase of
-        them.
+        """Report this rank's number of steps in the attempt, and its own seconds in each phase of
+        the steps.
         """
         self.position.seconds[:] = seconds
         self.position.num_steps = num_steps
@@ -93,7 +93,7 @@ class AgentLink:
         return all(each.has_ended for each in self.beats)
 
     def send(self, message: Any) -> None:
-        """Send one of messages.py to the agent."""
+        """Send a message of messages.py to the agent."""
         with self._sending:
             self.pipe.send(message)
 
@@ -111,9 +111,8 @@ class AgentLink:
                 case Prepared(directory):
                     self._data.set_result(directory)
                 case Inspect():
-                    # No thread runs meanwhile. A signal's handler would read the frames of those
-                    # that do, and may crash.
-                    # else a signal was necessary, and came first
+                    # No thread runs meanwhile. A signal's handler would read the frames of running
+                    # threads, and may crash. A file with contents shows that a signal came first.
                     if not os.fstat(self.stacks.fileno()).st_size:
                         faulthandler.dump_traceback(self.stacks)
                     self.send(Entered(entered_collectives()))
@@ -136,8 +135,9 @@ class RankProcess:
     link: AgentLink
     # take the parts of states that this rank saves in memory
     slots: list[MemoryFile] = field(default_factory=list)
-    copies: list[MemoryFile] = field(default_factory=list)  # take those of a rank of another node
-    # of states that earlier attempts have left on this node
+    # take the parts that a rank of another node saves
+    copies: list[MemoryFile] = field(default_factory=list)
+    # parts of states that earlier attempts have left on this node
     parts: list[Part] = field(default_factory=list)
     # returns the store where the ranks meet; set when the rank begins
     open_store: Callable[[], Store] = field(init=False)
@@ -148,20 +148,23 @@ class RankProcess:
         return self.node.first_rank + self.local_rank
 
     def free_parts(self, attempt: int = -1, turn: int = 0) -> None:
-        """Free the parts that earlier attempts have left in memory, but for the state that this one
-        goes on from.
+        """Free the parts that earlier attempts have left in memory, but keep the state from which
+        this attempt resumes.
         """
         self.link.send(Resumed(attempt, turn))
         self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
 
     def connect(self) -> TCPStore:
         """Return a new connection to the store, which rank 0's process serves. Call it once on
-        rank 0. An operation waits for the other ranks as long as one of torchrun's store.
+        rank 0. Operations have the default timeout of torch's process groups.
         """
-        # torch.distributed's own, which it does not export for type checkers
+        # torch.distributed does not export its store for type checkers.
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed.constants import default_pg_timeout
 
+        descriptor = None
+        if self.listener is not None:
+            descriptor = self.listener.detach()
         return TCPStore(
             self.node.host,
             self.node.port,
@@ -169,5 +172,5 @@ class RankProcess:
             is_master=self.listener is not None,
             timeout=default_pg_timeout,
             wait_for_workers=False,
-            master_listen_fd=None if self.listener is None else self.listener.detach(),
+            master_listen_fd=descriptor,
         )

@@ -16,9 +16,9 @@ from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.storage.cgroups import free_memory
 from flyte_ddp.world import World
 
-MAX_SHARE = 0.01  # of the training's time that states in memory may take
-NUM_MEASURED = 5  # newest states, of which the medians count
-# factor by which what was measured has to differ from the interval, so that another one is chosen
+MAX_SHARE = 0.01  # the share of the training's time that states in memory may take
+NUM_MEASURED = 5  # newest states that are measured; their medians count
+# The interval changes if the measured interval differs from it by this factor.
 MIN_CHANGE = 1.25
 
 logger = logging.getLogger(__name__)
@@ -28,50 +28,53 @@ logger = logging.getLogger(__name__)
 class MemoryInterval:
     """The optimizer steps between two states in memory, the same on every rank.
 
-    An automatic one is as short as `MAX_SHARE` allows. For that the first states are kept one step
-    after another: the first `NUM_FILES` of them take new memory, and so are not measured.
-
+    An automatic interval is as short as `MAX_SHARE` allows. To measure it, the first states are
+    kept one step after another. The first `NUM_FILES` states take new memory, so they are not
+    measured.
     """
 
-    steps: int  # 0: there are none; as configured, negative for automatic
+    steps: int  # the configured interval; 0 for no states, negative for automatic
     process: RankProcess
     world: World
-    # returns the bytes of what the ranks of this node save of a state
+    # returns how many bytes of a state the ranks of this node save
     count_bytes: Callable[[], int]
-    is_on: bool = False  # the first one was due, and they fit into memory
-    _num_steps: int = 0  # of this process
+    is_on: bool = False  # the first state was due, and states fit into memory
+    _num_steps: int = 0  # steps of this process
     _num_kept: int = 0
-    # number of the step after which one was due, and when it was over
+    # number of the step after which the last state was due, and the time when it was kept
     _previous: tuple[int, float] = 0, 0.0
-    # for which a state held the loop
+    # seconds for which a state held the loop
     _copy_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
 
     def __post_init__(self) -> None:
         self.is_automatic = self.steps < 0
         if self.is_automatic:
-            self.steps = 0 if self.process.job.ran_out_of_memory else 1
+            self.steps = 1
+            if self.process.job.ran_out_of_memory:
+                self.steps = 0
 
     def is_due(self, step: int) -> bool:
         """Return whether a state is kept after this step. Every rank calls it, after each step.
 
-        Not after this process's first step, which gives the optimizer its memory: so it is known
-        what is left.
+        No state is kept after this process's first step. That step allocates the optimizer's
+        memory, so the memory left is known only afterwards.
         """
         self._num_steps += 1
         if not self.steps or step % self.steps or self._num_steps == 1:
             return False
         if not self.is_on:
             self.is_on = has_memory("memory_interval", self.count_bytes(), self.process, self.world)
-            self.steps = self.steps if self.is_on else 0
+            if not self.is_on:
+                self.steps = 0
         return self.is_on
 
     def measure(self, started: float, is_kept: bool) -> None:
-        """Note when keeping a state began, by `time.perf_counter`, and that it is over. Every rank
-        calls it.
+        """Note that a state was kept. Every rank calls this.
 
         Args:
-            is_kept: it was not left out on this rank, which is one that writes.
+            started: the `time.perf_counter` at which the keeping began.
+            is_kept: this rank has written its part.
         """
         if not self.is_automatic:
             return
@@ -83,9 +86,8 @@ class MemoryInterval:
             found, self._num_kept = 1.0, self._num_kept + 1
             if self._num_kept > NUM_FILES:
                 self._copy_seconds.append(time.perf_counter() - started)
-                found = math.ceil(
-                    median(self._copy_seconds) / (MAX_SHARE * median(self._step_seconds))
-                )
+                copy_seconds, step_seconds = median(self._copy_seconds), median(self._step_seconds)
+                found = math.ceil(copy_seconds / (MAX_SHARE * step_seconds))
         found = max(self.world.all_gather(found))
         if found > MIN_CHANGE * self.steps or 0 < MIN_CHANGE * found < self.steps:
             self.steps = int(found)
@@ -97,14 +99,12 @@ def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World)
     `world` calls it.
 
     Args:
-        setting: the name of what asks for it, for the warning.
-        num_bytes: of what the ranks of this node save of a state.
+        setting: the name of the setting, for the warning.
+        num_bytes: how many bytes of a state the ranks of this node save.
     """
-    lacking = (
-        _describe_lack(num_bytes, process.node)
-        if process.slots
-        else "expected Linux, with memfd_create"
-    )
+    lacking = "expected Linux, with memfd_create"
+    if process.slots:
+        lacking = _describe_lack(num_bytes, process.node)
     lacking = world.find_text(lacking)
     if lacking and world.is_first:
         logger.warning("%s: no state is kept in memory: %s", setting, lacking)
@@ -112,20 +112,18 @@ def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World)
 
 
 def _describe_lack(num_bytes: int, node: NodeRanks) -> str:
-    """Return what this node lacks for two states in memory, and copies of another node's; "" if it
-    lacks nothing.
+    """Return what this node lacks for `NUM_FILES` states in memory and the copies of another node's
+    states; "" if it lacks nothing.
 
-    One more is left for the copy from which a thread writes.
+    Room for one more state is left for the copy from which a thread writes.
 
     Args:
-        num_bytes: of a state, of what the ranks of one node save of it.
+        num_bytes: how many bytes of a state the ranks of one node save.
     """
     needed, free = num_bytes * (NUM_FILES * min(2, node.num_nodes) + 1), free_memory()
-    return (
-        ""
-        if free > needed
-        else f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}"
-    )
+    if free > needed:
+        return ""
+    return f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}"
 
 
 def _gib(num_bytes: int) -> str:

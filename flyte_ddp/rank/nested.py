@@ -1,5 +1,5 @@
-"""Tensors in tuples, lists, dicts and dataclasses, nested: what a sample, a batch or a model's
-output may be.
+"""Tensors nested in tuples, lists, dicts and dataclasses: the form of a sample, a batch or a
+model's output.
 """
 
 from __future__ import annotations
@@ -15,39 +15,44 @@ from flyte_ddp.errors import DataError
 
 
 def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -> Any:
-    """Return a value of the shape that all `values` have, with `function` of their parts at each
-    place.
+    """Return a value with the structure of `values`. At each place it contains `function` of the
+    parts of all `values` at this place.
 
     Args:
-        values: alike: with the same keys, fields and lengths.
+        values: have the same keys, fields and lengths.
     """
     first = values[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
-        parts = {
-            name: map_parts(function, [getattr(value, name) for value in values]) for name in names
-        }
+        parts = {}
+        for field in dataclasses.fields(first):
+            fields = [getattr(value, field.name) for value in values]
+            parts[field.name] = map_parts(function, fields)
         return dataclasses.replace(first, **parts)
     if isinstance(first, Mapping):
-        return {key: map_parts(function, [value[key] for value in values]) for key in first}
+        mapped = {}
+        for key in first:
+            mapped[key] = map_parts(function, [value[key] for value in values])
+        return mapped
     if isinstance(first, (tuple, list)):
         found = [map_parts(function, parts) for parts in zip(*values, strict=True)]
-        return type(first)(*found) if hasattr(first, "_fields") else type(first)(found)
+        if hasattr(first, "_fields"):
+            return type(first)(*found)
+        return type(first)(found)
     return function(values)
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return a batch of `samples`, as a DataLoader's own function does, and of dataclasses as well.
+    """Return a batch of `samples`, as a DataLoader's own function does. Samples may also be
+    dataclasses.
 
     Raises:
-        DataError: their tensors differ in shape, or they have something that no batch can be made
-            of.
+        DataError: the samples' tensors differ in shape, or a part of a sample cannot be batched.
     """
     try:
         return map_parts(lambda parts: default_collate(list(parts)), samples)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
-        if "</torch_" in reason:  # of /dev/shm, by which a loader process hands a batch over
+        if "</torch_" in reason:  # /dev/shm failed: a loader process passes its batch through it
             raise
         raise DataError(
             "datasets: expected samples of tensors or numbers, each of the same shape, got "
@@ -56,18 +61,24 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return `value` with `function` of each tensor in it; everything else stays."""
-    return map_parts(
-        lambda parts: function(parts[0]) if isinstance(parts[0], Tensor) else parts[0], [value]
-    )
+    """Return `value` with `function` of each tensor in it; all other parts stay as they are."""
+
+    def map_part(parts: Sequence[Any]) -> Any:
+        if isinstance(parts[0], Tensor):
+            return function(parts[0])
+        return parts[0]
+
+    return map_parts(map_part, [value])
 
 
 def parts_in(value: Any) -> Iterator[Any]:
-    """Yield what is nested in `value`, in its order."""
+    """Yield the parts nested in `value`, in their order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, (Mapping, tuple, list)):
-        for each in value.values() if isinstance(value, Mapping) else value:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for each in value:
             yield from parts_in(each)
     else:
         yield value
@@ -82,4 +93,6 @@ def describe_kind(value: Any) -> str:
     """Return what `value` is, for an error."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"

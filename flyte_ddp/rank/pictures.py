@@ -8,7 +8,7 @@ from typing import Any
 from flyte_ddp.errors import ConfigError
 
 MAX_SIDE = 1024  # pixels
-MAX_BYTES = 256 << 10  # of a PNG; a larger picture is made smaller
+MAX_BYTES = 256 << 10  # the largest PNG; larger pictures are scaled down
 
 
 def encode_picture(picture: Any) -> bytes:
@@ -21,11 +21,16 @@ def encode_picture(picture: Any) -> bytes:
     from PIL import Image
 
     if hasattr(picture, "savefig"):
-        picture.savefig(file := io.BytesIO(), format="png", bbox_inches="tight")
-        picture = Image.open(file)
-    image = picture if isinstance(picture, Image.Image) else _to_image(picture)
+        figure = io.BytesIO()
+        picture.savefig(figure, format="png", bbox_inches="tight")
+        picture = Image.open(figure)
+    image = picture
+    if not isinstance(picture, Image.Image):
+        image = _to_image(picture)
+    if image.mode in ("P", "PA"):
+        image = image.convert("RGBA")
     if image.mode not in ("1", "L", "LA", "RGB", "RGBA"):
-        image = image.convert("RGBA" if image.mode in ("P", "PA") else "RGB")
+        image = image.convert("RGB")
     side = MAX_SIDE
     while True:
         smaller, file = image.copy(), io.BytesIO()
@@ -42,7 +47,9 @@ def _to_image(picture: Any) -> Any:
     from PIL import Image
 
     try:
-        array = np.asarray(picture.detach().cpu() if hasattr(picture, "detach") else picture)
+        if hasattr(picture, "detach"):
+            picture = picture.detach().cpu()
+        array = np.asarray(picture)
         if not array.size:
             raise ValueError("it is empty")
         if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
@@ -50,7 +57,9 @@ def _to_image(picture: Any) -> Any:
         if array.dtype.kind in "bf":
             array = 255 * np.nan_to_num(array.astype(np.float32))
         array = np.clip(array, 0, 255).astype(np.uint8)
-        return Image.fromarray(array[:, :, 0] if array.shape[2:] == (1,) else array)
+        if array.shape[2:] == (1,):
+            array = array[:, :, 0]
+        return Image.fromarray(array)
     except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(
             "session.show: expected a figure of matplotlib, an image of PIL, or an array (H, W), "

@@ -49,7 +49,9 @@ class Share:
         least, rest = divmod(len(batch), self.num_shares)
         start = self.index * least + min(self.index, rest)
         own = batch[start : start + self.count(len(batch))]
-        return own if len(own) else batch[:1]
+        if len(own):
+            return own
+        return batch[:1]
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class EpochPlan:
     first: int = 0  # samples of the epoch before batch 0
     shuffle: bool = True
     stream: Stream | None = None  # a data set with an order of its own
-    weights: Tensor | None = None  # (N,): of the samples, for draws with replacement
-    device: torch.device | str = "cpu"  # of the indices
+    weights: Tensor | None = None  # (N,): the samples' weights, for draws with replacement
+    device: torch.device | str = "cpu"  # the device of the indices
 
     def __len__(self) -> int:
         return max(0, -(-(self.num_samples - self.first) // self.global_batch_size))
@@ -102,10 +104,12 @@ class EpochPlan:
         return torch.tensor(self._order.batch(begin, end - begin).tolist())
 
     def batches(self, first: int = 0, end: int | None = None) -> Iterator[Tensor]:
-        """Yield the samples of the batches from `first` to before `end`, by default the last one's
-        end. The files of a stream's coming batches are fetched meanwhile.
+        """Yield the samples of the batches from `first` up to `end`, which is excluded; by default
+        up to the last batch. Meanwhile the files of a stream's coming batches are fetched.
         """
-        end = len(self) if end is None else min(end, len(self))
+        num_batches = len(self)
+        if end is None or end > num_batches:
+            end = num_batches
         if self.stream is None:
             yield from map(self.batch, range(first, end))
             return
@@ -125,22 +129,20 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
     every world size.
 
     Args:
-        weights: of the samples, for as many draws with replacement.
+        weights: the samples' weights. With weights, N samples are drawn with replacement.
     """
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
     if weights is None:
         return torch.randperm(num_samples, generator=generator)
-    # by the inverse of their distribution, because torch.multinomial ends at 2^24 samples
+    # Draws invert the distribution function, because torch.multinomial ends at 2^24 samples.
     sums = weights.cumsum(0)
     ends = sums / sums[-1]
-    last = 1 - 2.0**-52  # a draw never reaches the end of them all, which is 1
+    last = 1 - 2.0**-52  # a draw never reaches 1, the end of the last sample
     draws = torch.rand(num_samples, generator=generator, dtype=torch.float64).clamp_(max=last)
     return torch.searchsorted(ends, draws, right=True)
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a seed made from several numbers, none of which shows through. The same in every
-    process and Python.
-    """
-    # of ints, which unlike strings have no per-process salt
+    """Return a seed made from several numbers. It is the same in every process and Python."""
+    # Hashes of ints, unlike hashes of strings, have no salt that differs between processes.
     return hash(numbers) & 0x7FFF_FFFF_FFFF_FFFF

@@ -64,8 +64,8 @@ class SampleChecks:
         """Return the comparison that is due before a data set's first batch, None for none.
 
         Args:
-            name: of the pass over it, the same on all ranks.
-            own: what the position has of the data set; its samples are set.
+            name: the name of the pass over the data set, the same on all ranks.
+            own: the position's entry for the data set; the check sets its "samples".
         """
         for dataset, facts in self._checked:
             if dataset is batches.dataset:
@@ -104,7 +104,7 @@ class DataPosition:
     """The position of one rank in the data of `session.batches`.
 
     A position is a plain value: the epoch, its data sets so far in the order of their calls, and
-    how much is done of the last one.
+    the number of samples that are done in the last data set.
     """
 
     checks: SampleChecks
@@ -117,7 +117,7 @@ class DataPosition:
     _num_sets: int = 0  # data sets of the epoch before; 0 if that is not known
     _open: _Loop | None = None  # the loop that runs
     _left: _Loop | None = None  # the last loop, if it was left before its end
-    # the batch that the loop is at: of which data, and its first and last place in the epoch
+    # the loop's current batch: its data set, and its first and last place in the epoch
     _given: tuple[EpochBatches, int, int] | None = None
 
     def resume(self, position: dict[str, Any]) -> None:
@@ -129,29 +129,29 @@ class DataPosition:
     def to_save(self) -> dict[str, Any]:
         """The position that a save notes.
 
-        A loop that was left has ended its epoch, unless an error ended it: a save that handles the
-        error may be followed by a restart, which has to train the rest.
+        A loop that was left has ended its epoch, unless an error ended the loop. After a save that
+        handles the error, a restart has to train the rest.
         """
         left = self._left
         if left is None or self.current is not left.end:
             return self.current
         error = sys.exc_info()[1]
         is_handling = error is not None and error is not left.handled_before
-        return left.place if is_handling else left.end
+        if is_handling:
+            return left.place
+        return left.end
 
     def note_saved(self) -> None:
         """Note that the store gets a checkpoint of the current position."""
         self._saved = self.current
 
     def epochs(self, num_epochs: int) -> range:
-        """Return the epochs that are left, from the one that the checkpoint was written in."""
+        """Return the epochs that are left, beginning with the checkpoint's epoch."""
         return range(self.first_epoch, whole_number("session.epochs: num_epochs", num_epochs))
 
     @property
     def first_epoch(self) -> int:
-        """The one that the checkpoint was written in, or the next one if it was over; 0 without a
-        checkpoint.
-        """
+        """The checkpoint's epoch, or the next one if that epoch was over; 0 without a checkpoint."""
         resumed = self.resumed
         is_over = resumed["is_over"] and len(resumed["sets"]) >= resumed["num_sets"]
         return int(resumed["epoch"] + is_over)
@@ -165,17 +165,17 @@ class DataPosition:
         return [BadSample(each, key(each), None) for each in batches.list_samples(begin, end)]
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
-        """Yield what is left of an epoch, and note for `save` how much of it is done.
+        """Yield the batches that are left of an epoch, and note the position for `save`.
 
-        A loop that is left ends its data set, unless the run was told to stop. It does not if the
-        same loop is opened again.
+        A loop that is left early ends its data set, unless the run was asked to stop or the same
+        loop is opened again.
         """
         # The iterator of an epoch before may still exist: some loaders keep theirs.
         if self._open is not None and epoch == self.epoch:
             raise ConfigError(ONE_LOOP)
         loop = _Loop(batches, sys.exc_info()[1], self.current, self.current)
         earlier = self._enter(batches, epoch)
-        # Where little is left of such a loop, the look before it may find the end.
+        # If little is left of a loop that is opened twice, its first pass may reach the end.
         is_opened_twice = earlier.get("is_again", False)
         if is_opened_twice:
             self._left = loop
@@ -194,8 +194,8 @@ class DataPosition:
             self._left = loop
 
     def _enter(self, batches: EpochBatches, epoch: int) -> dict[str, Any]:
-        """Note the call for the epoch's next data set, or for the last one again. Return what the
-        checkpoint has of the data set.
+        """Note the call for the epoch's next data set, or a repeated call for the last data set.
+        Return the checkpoint's entry for the data set.
 
         Raises:
             ConfigError: the checkpoint was written with another call.
@@ -222,7 +222,7 @@ class DataPosition:
         return earlier
 
     def _warn_of_untrained(self, place: tuple[int, int]) -> None:
-        """Warn if a run's first epoch had more data sets than the save in it could know of."""
+        """Warn if the first epoch of a run had more data sets than its save knew."""
         epoch, resumed = place[0], self.resumed
         is_next = place == (resumed["epoch"] + 1, len(resumed["sets"]))
         if resumed["is_over"] and is_next and not self._num_sets:
@@ -237,7 +237,7 @@ class DataPosition:
     def _continue(
         self, batches: EpochBatches, first: int, known: dict[str, Any] | None
     ) -> EpochBatches:
-        """Return the batches behind the first samples of the epoch, with the check that is due.
+        """Return the batches after the `first` samples of the epoch, with the check that is due.
 
         Args:
             known: the order of the data in the checkpoint.
@@ -253,7 +253,7 @@ class DataPosition:
             order = continued.describe_order()
             if first:
                 batches = continued
-            else:  # another order, and shards that were added, are of this epoch
+            else:  # a new epoch may have another order and additional shards
                 names = [name for name in known if name in order and name.endswith("shards")]
                 known = {name: known[name] for name in names}
                 order = {name: order[name] for name in names}
@@ -288,8 +288,8 @@ class DataPosition:
                 yield batch, weight
                 if self._open is not loop:
                     raise ConfigError(ONE_LOOP)
-            # A save after the loop has the epoch, unless other data sets follow, as in the epoch
-            # before. For a stop, a save of the last batch has all batches too.
+            # A save after the loop counts the epoch as done, unless more data sets follow, as in
+            # the epoch before. A save of the last batch before a stop covers all batches, too.
             if self._saved is self.current:
                 self._saved = end
             self.current = end

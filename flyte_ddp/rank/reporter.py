@@ -74,8 +74,12 @@ class Reporter:
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
         """See `session.report`."""
-        self.step = self.step + 1 if step is None else whole_number("session.report: step", step)
-        epoch = None if epoch is None else finite_number("session.report: epoch", epoch, minimum=0)
+        if step is None:
+            self.step += 1
+        else:
+            self.step = whole_number("session.report: step", step)
+        if epoch is not None:
+            epoch = finite_number("session.report: epoch", epoch, minimum=0)
         self.beat()
         self._time_report()
         metrics = {
@@ -135,9 +139,7 @@ class Reporter:
         self.emit(bad, from_all=True)
 
     def _time_report(self) -> None:
-        """Publish the time from report to report of a function whose ranks may wait for one
-        another.
-        """
+        """Publish the time between two reports of a function. Its ranks may wait for each other."""
         if (
             self.process.job.program.kind is Kind.RECIPE
             or "torch.distributed.distributed_c10d" not in sys.modules
@@ -164,15 +166,21 @@ class ResultFiles:
 
     def submit(self, path: str, data: str | bytes) -> None:
         """See `session.submit_result`."""
-        parts = PurePosixPath(path).parts if isinstance(path, str) and path.isprintable() else ()
+        parts: tuple[str, ...] = ()
+        if isinstance(path, str) and path.isprintable():
+            parts = PurePosixPath(path).parts
         if not parts or parts[0][0] == "/" or ".." in parts:
             raise ConfigError(
                 "session.submit_result: path: expected that of a file below a directory, such as "
                 f"rank-1/losses.json, got {path!r}"
             )
-        contents = data.encode() if isinstance(data, str) else data
+        contents = data
+        if isinstance(contents, str):
+            contents = contents.encode()
         if not isinstance(contents, bytes) or len(contents) > MAX_RESULT:
-            size = f" of {len(contents):,} bytes" if isinstance(contents, bytes) else ""
+            size = ""
+            if isinstance(contents, bytes):
+                size = f" of {len(contents):,} bytes"
             raise ConfigError(
                 f"session.submit_result: data: expected str or bytes, at most {MAX_RESULT >> 20} "
                 f"MiB, got {type(data).__name__}{size}"

@@ -153,12 +153,12 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """Return when what was saved is in place. Raises as `save`."""
+        """Return when all saved states are in place. Raises the errors of `save`."""
         if self._store is not None:
             self._store.wait(self.reporter.beat)
 
     def wait_briefly(self, seconds: float) -> None:
-        """Wait up to `seconds` until what was saved is stored. Raises nothing."""
+        """Wait up to `seconds` until all saved states are stored. Raises nothing."""
         if self._store is not None:
             with contextlib.suppress(Exception):  # the reason of the end is the one to report
                 self._store.wait(self.reporter.beat, seconds)
@@ -174,11 +174,11 @@ class Saver:
         return found and fill(into, found)
 
     def load_state(self, box_of: BoxOf | None = None) -> dict[str, Any] | None:
-        """Return the newest state of a function, in memory or in the store; None without one. For
-        all ranks together.
+        """Return the newest state of a function, from memory or from the store; None if there is no
+        state. All ranks call it together.
 
         Args:
-            box_of: returns what this rank keeps of each tensor; None for all of it.
+            box_of: returns the box of each tensor that this rank keeps; None for whole tensors.
         """
         job = self.process.job
         if not (job.checkpoints or job.is_in_memory):
@@ -210,20 +210,22 @@ class Saver:
         return dict(found["state"])
 
     def _check_trainer(self, found: Mapping[str, Any], origin: str) -> None:
-        """Check that a checkpoint is of the framework's loop that has begun, if one has."""
-        # an earlier version did not note the loop
-        saved = found.get("trainer", "" if "generators" not in found["state"] else self.trainer)
+        """Check that the framework's loop that has begun, if any, wrote the checkpoint."""
+        default = ""
+        if "generators" in found["state"]:  # an earlier version did not note the loop
+            default = self.trainer
+        saved = found.get("trainer", default)
         if self.trainer and saved != self.trainer:
-            got = f"that of {saved}" if saved else "what a function has saved by itself"
+            got = "what a function has saved by itself"
+            if saved:
+                got = f"that of {saved}"
             raise ConfigError(
                 f"checkpoints: expected a place with those of {self.trainer}, got {origin}, which "
                 f"is {got}: give another place"
             )
 
     def note_saves(self, world: World) -> None:
-        """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all
-        saves.
-        """
+        """Wait for this attempt's saves, and let the next load find them. Rank 0 knows them all."""
         self.wait()
         process, job = self.process, self.process.job
         own = []
@@ -242,11 +244,11 @@ class Saver:
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
     def open(self, num_kept: int = NUM_KEPT, peers: Peers | None = None) -> CheckpointStore:
-        """Return the store of the run's checkpoints; the first call says how they are kept.
+        """Return the store of the run's checkpoints. The arguments of the first call count.
 
         Args:
-            num_kept: newest ones that stay.
-            peers: the ranks that save a checkpoint together; None for this one alone.
+            num_kept: number of newest checkpoints that stay.
+            peers: the ranks that save a checkpoint together; None for this rank alone.
         """
         from flyte_ddp.checkpoints.memory import Slots
         from flyte_ddp.checkpoints.store import CheckpointStore
@@ -269,7 +271,7 @@ class Saver:
         return self._store
 
     def _report_writing(self, is_busy: bool, written: tuple[int, str, bool] | None) -> None:
-        # An agent waits for rank 0's writing, which ends last: it waits for the other ranks'.
+        # An agent waits for rank 0's writing. It ends last, because rank 0 waits for other ranks.
         if self.process.rank == 0:
             self.process.link.position.is_writing = is_busy
         if written is not None:

@@ -34,14 +34,14 @@ def is_sharded(model: nn.Module) -> bool:
     """Return whether the parameters of `model` are split over the ranks, so that its forward pass
     is a collective.
     """
-    # By the class, because while the weights are gathered the parameters look like any others.
-    module = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it, none is
+    # The class shows it at any time: gathered parameters look like any others.
+    module = sys.modules.get("torch.distributed.fsdp")  # no model is split before this import
     return module is not None and isinstance(model, module.FSDPModule)
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop the weights that a forward pass without a backward pass has gathered; without effect on
-    an unsplit model.
+    """Drop the weights that a forward pass without a backward pass has gathered. An unsplit model
+    stays as it is.
     """
     for module in model.modules():
         if is_sharded(module):
@@ -49,17 +49,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return the whole of a tensor, which may be split over the ranks: then this is a
-    collective.
-    """
+    """Return a whole tensor. For a tensor that is split over the ranks, this is a collective."""
     return value.full_tensor() if is_split(value) else value  # type: ignore[attr-defined]
 
 
 def whole_state(state: Any, keep: bool) -> Any:
-    """Return a copy of nested dicts and lists in which each split tensor is whole, and on the CPU.
-    A collective then.
+    """Return a copy of nested dicts and lists in which each split tensor is whole and on the CPU. A
+    collective, if a tensor is split.
 
-    One tensor after another, so that no device holds more than one of them besides its part.
+    Tensors are gathered one after another, so that a device holds at most one whole tensor besides
+    its part.
 
     Args:
         keep: False on ranks that only take part in the collectives, and need no result.
@@ -69,7 +68,9 @@ def whole_state(state: Any, keep: bool) -> Any:
         if not is_split(tensor):
             return tensor
         gathered = whole(tensor)
-        return gathered.cpu() if keep else None
+        if not keep:
+            return None
+        return gathered.cpu()
 
     return map_tensors(state, gather)
 
@@ -79,8 +80,8 @@ def own_boxes(
     optimizers: Mapping[Place, Optimizer],
     others: Mapping[Place, Tensor] | None = None,
 ) -> BoxOf:
-    """Return a `BoxOf` for a state with the state dict of `model` at "model", and those of
-    `optimizers` and `others` at their places.
+    """Return a `BoxOf` for a state with the state dict of `model` at "model". `optimizers` and
+    `others` are at the given places in the state.
     """
     targets: dict[Place, Any] = {("model", name): each for name, each in model.state_dict().items()}
     targets |= others or {}
@@ -96,11 +97,11 @@ def own_boxes(
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True) -> None:
-    """Load a state dict of whole tensors, or of this rank's parts, into `model`. Raises as
-    `load_state_dict`.
+    """Load a state dict of whole tensors, or of this rank's parts, into `model`. Raises the errors
+    of `load_state_dict`.
 
     Args:
-        is_whole: it has all of the model's keys.
+        is_whole: the state dict has all of the model's keys.
     """
     own = model.state_dict()
     model.load_state_dict(
@@ -109,16 +110,16 @@ def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, of whole tensors or of this rank's parts: all that its
-    `state_dict` has returned, whatever the form. How it computes stays its own.
+    """Load a result of the optimizer's `state_dict`, with whole tensors or with this rank's parts.
+    The optimizer keeps its own kernels.
     """
     parts = _split_as(state, _parameters(optimizer), ())
     optimizer.load_state_dict(keep_kernels(parts, optimizer.state_dict()))
 
 
 def _split_as(state: Any, parameters: Sequence[Tensor], place: Place) -> Any:
-    """Return an optimizer's state, or what is at `place` in it, with its tensors split as the
-    parameters that they belong to.
+    """Return an optimizer's state, or the part at `place`, with each tensor split like its
+    parameter.
     """
     if isinstance(state, NESTED):
         return map_entries(state, lambda key, each: _split_as(each, parameters, (*place, key)))
@@ -127,14 +128,14 @@ def _split_as(state: Any, parameters: Sequence[Tensor], place: Place) -> Any:
     found = part_like(state, _numbered(place, parameters))
     if is_split(found) or place[0] == "state":
         return found
-    # Elsewhere, as in a copy of the weights, all of it was read, and its shape shows the parameter.
+    # Other tensors, such as a copy of the weights, were read whole. The shape shows the parameter.
     alike = (each for each in parameters if is_split(each) and each.shape == state.shape)
     return part_like(state, next(alike, None))
 
 
 def _numbered(place: Place, parameters: Sequence[Tensor]) -> Tensor | None:
-    """Return the parameter that a place in an optimizer's state is of: the one whose number follows
-    "state", also in the state of an optimizer within.
+    """Return the parameter for a place in an optimizer's state. Its number follows "state", also in
+    the state of an inner optimizer.
     """
     for key, number in itertools.pairwise(place):
         if key == "state" and isinstance(number, int) and number < len(parameters):
@@ -143,22 +144,22 @@ def _numbered(place: Place, parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def keep_kernels(state: Any, own: Any) -> Any:
-    """Return an optimizer's state with the `KERNELS` of `own` in its groups, also those of an
-    optimizer within.
+    """Return an optimizer's state with the `KERNELS` of `own` in its groups, also in the groups of
+    an inner optimizer.
     """
     if not isinstance(state, Mapping) or not isinstance(own, Mapping):
         return state
     found = {key: keep_kernels(value, own.get(key)) for key, value in state.items()}
     groups, own_groups = found.get("param_groups"), own.get("param_groups")
     if isinstance(groups, list) and isinstance(own_groups, list):
-        # torch refuses another number of them
+        # torch refuses another number of groups
         for group, own_group in zip(groups, own_groups, strict=False):
             group |= {name: own_group[name] for name in KERNELS if name in own_group}
     return found
 
 
 def find_changed_value(found: Any, saved: Any, place: str = "state_dict()") -> str:
-    """Return the place of the first value that is another one than what was saved; "" for none."""
+    """Return the place of the first value that differs from the saved value; "" if all agree."""
     if are_alike(found, saved):
         ours, theirs = entries_of(found), entries_of(saved)
         for key in [*theirs, *ours]:
@@ -173,7 +174,9 @@ def find_changed_value(found: Any, saved: Any, place: str = "state_dict()") -> s
         is_same = _is_same_tensor(found, saved)
     else:
         is_same = found == saved or (found != found and saved != saved)
-    return "" if is_same else place
+    if is_same:
+        return ""
+    return place
 
 
 def _is_same_tensor(found: Any, saved: Tensor) -> bool:
@@ -189,7 +192,7 @@ def _is_same_tensor(found: Any, saved: Tensor) -> bool:
 
 
 def count_own_parameters(model: nn.Module) -> int:
-    """Count the parameters that this rank holds: of a split model its part."""
+    """Count the parameters that this rank holds. Of a split model, its part counts."""
     return sum(local_part(each).numel() for each in model.parameters())
 
 
@@ -198,8 +201,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def part_like(value: Any, own: Any) -> Any:
-    """Return a whole tensor, or this rank's part of it, split as `own` is; anything else as it
-    is.
+    """Return a whole tensor, or this rank's part of a tensor, split like `own`. Return any other
+    value unchanged.
     """
     if not is_split(own) or not isinstance(value, Tensor):
         return value

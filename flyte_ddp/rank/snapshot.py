@@ -30,18 +30,18 @@ from flyte_ddp.checkpoints.state import is_split, local_part
 from flyte_ddp.rank.sharding import is_sharded, reshard
 from flyte_ddp.recipes import Recipe
 
-MAX_DATA_BYTES = 64 << 20  # of one array that is no weight: a larger one is data
-MAX_ENTRIES, MAX_OBJECTS = 10_000, 1_000_000  # of one container, and of all that is looked at
+MAX_DATA_BYTES = 64 << 20  # the largest array that is copied, unless it is a weight
+MAX_ENTRIES, MAX_OBJECTS = 10_000, 1_000_000  # limits for one container, and for all objects
 OWN = (nn.Module, Recipe, Optimizer, Dataset)  # wherever their classes come from
-# What these define, other than `OWN`, may be compiled code, or the run itself.
+# Packages whose objects, other than `OWN`, are left alone: compiled code, or the run itself.
 CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "flyte_ddp"} - {"types"}
 # an object with these may change by itself
 THREADS = {"threading", "queue", "_queue", "concurrent", "multiprocessing"}
 # the first pass makes them what they are
 LAZY = (LazyModuleMixin, UninitializedParameter, UninitializedBuffer)
 MODULE_FIELDS = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
-# True within `unchanged`, where an optimizer's step is none of the training
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
+# True within `unchanged`, where an optimizer's step is no step of the training
 is_look = contextvars.ContextVar("is_look", default=False)
 
 
@@ -112,7 +112,9 @@ class _Snapshot:
         elif isinstance(value, (dict, list, set, deque, bytearray)):
             parts = self._take_container(value)
         elif isinstance(value, (tuple, frozenset)):
-            parts = value if len(value) <= MAX_ENTRIES else ()
+            parts = ()
+            if len(value) <= MAX_ENTRIES:
+                parts = value
         elif isinstance(value, numpy.ndarray):
             if value.nbytes <= MAX_DATA_BYTES and value.flags.writeable:
                 self.undo.append(partial(numpy.copyto, value, value.copy()))
@@ -136,7 +138,10 @@ class _Snapshot:
         is_weight = id(tensor) in self.weights
         if not is_weight and data.numel() * data.element_size() > MAX_DATA_BYTES:
             return []
-        copied = data.to("cpu" if is_weight and self.uses_cpu else data.device, copy=True)
+        device = data.device
+        if is_weight and self.uses_cpu:
+            device = torch.device("cpu")
+        copied = data.to(device, copy=True)
         self.undo.append(partial(_restore_tensor, tensor, data, copied))
         if not tensor.is_leaf:
             return []
@@ -147,7 +152,9 @@ class _Snapshot:
     def _take_container(self, value: Any) -> Iterable[Any]:
         copied: Any = dict(value) if isinstance(value, dict) else list(value)
         self.undo.append(partial(_restore_container, value, copied))
-        return () if len(value) > MAX_ENTRIES or isinstance(value, bytearray) else _entries(value)
+        if len(value) > MAX_ENTRIES or isinstance(value, bytearray):
+            return ()
+        return _entries(value)
 
     def _take_object(self, value: Any) -> Iterable[Any]:
         kind, attributes = type(value), getattr(value, "__dict__", {})
@@ -174,11 +181,13 @@ def _package(owner: Any) -> str:
 
 
 def _entries(container: Any) -> list[Any]:
-    return [*container, *(container.values() if isinstance(container, dict) else ())]
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return [*container]
 
 
 def _restore_tensor(tensor: Any, data: Tensor, copied: Tensor) -> None:
-    # of entries that share their memory, such as those of `expand`
+    # Tensors whose entries share memory, such as the results of `expand`, cannot be written.
     with contextlib.suppress(RuntimeError):
         data.copy_(copied)
     if (
@@ -199,4 +208,7 @@ def _restore_leaf(tensor: Any, requires_grad: bool, grad: Tensor | None, hooks: 
 def _restore_container(container: Any, copied: Any) -> None:
     if list(map(id, _entries(container))) != list(map(id, _entries(copied))):
         container.clear()
-        (container.update if isinstance(container, (dict, set)) else container.extend)(copied)
+        if isinstance(container, (dict, set)):
+            container.update(copied)
+        else:
+            container.extend(copied)

@@ -1,6 +1,4 @@
-"""The newest state of a run, in the memory of nodes or in the store, for the ranks that go on from
-it.
-"""
+"""Load the newest state of a run, from the memory of nodes or from the store."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ from flyte_ddp.world import World
 
 
 def meet(process: RankProcess, key: str) -> World:
-    """Return this rank's place among all, with a process group for a function's load alone: it may
-    have none, or collectives of its own under way. Every rank calls it.
+    """Return this rank's world with a new process group for loading. The function may have no
+    group, or use its group for collectives at the same time. Every rank calls it.
 
     Args:
-        key: in the store where the ranks meet, of this call alone.
+        key: a prefix in the store where the ranks meet, for this call alone.
     """
     group, world_size = None, process.node.world_size
     if world_size > 1:
-        # other threads use the connection of the first one
+        # Other threads use the first connection.
         store = PrefixStore(key, process.open_store().clone())
         timeout = timedelta(seconds=process.job.program.needs.stall_timeout)
         group = ProcessGroupGloo(store, process.rank, world_size, timeout)
@@ -42,17 +40,17 @@ def meet(process: RankProcess, key: str) -> World:
 class Loaded:
     """The state that a run goes on from."""
 
-    state: Any  # with tensors on the CPU; None in a new run
-    origin: str  # its URL, or in whose memory it was; "" for none
+    state: Any  # the state with tensors on the CPU; None in a new run
+    origin: str  # the state's URL, or the nodes with the state in memory; "" in a new run
     is_in_memory: bool
-    skipped: list[str]  # why newer ones are not used; on rank 0
+    skipped: list[str]  # reasons why newer states are not used; on rank 0
 
 
 def check_kind(state: Mapping[str, Any], origin: str, is_function: bool) -> None:
-    """Check that a checkpoint, read at `origin`, is a function's, or else a recipe's.
+    """Check that a function wrote the checkpoint from `origin`, or a recipe if not `is_function`.
 
     Raises:
-        ConfigError: it is of the other kind.
+        ConfigError: the checkpoint is of the other kind.
     """
     if ("position" in state) is is_function:
         return
@@ -71,27 +69,30 @@ def load_newest(
     box_of: BoxOf,
     needed_step: Callable[[Any], int] = lambda state: 0,
 ) -> Loaded:
-    """Return the newest state: of the memory of the nodes unless the store has a newer one. Every
+    """Return the newest state: from the nodes' memory, unless the store has a newer state. Every
     rank calls it.
 
-    A store that is away is not waited for where a state is in memory. What it is known to have
-    counts only as the checkpoint of the best epoch.
+    With a state in memory, no rank waits for a store that is away. The store's known checkpoints
+    then count only as the checkpoint of the best epoch.
 
     Args:
-        box_of: returns what this rank keeps of each tensor.
-        needed_step: returns the step of the checkpoint that a run from this state will ask the
-            store for; 0 for none.
+        box_of: returns the box of each tensor that this rank keeps.
+        needed_step: returns the step of the checkpoint that a run from this state will load from
+            the store later; 0 for none.
 
     Raises:
-        StorageUnavailable, StorageDenied: what is in the store could not be found out.
+        StorageUnavailable, StorageDenied: the store could not be listed.
     """
-    stored = process.job.stored  # as the driver knows: the store may be away
+    stored = process.job.stored  # steps from the driver, because the store may be away
     newest_stored = max(stored, default=0)
     skipped: list[str] = []
-    for each in _find_in_memory(process, world) if process.job.is_in_memory else ():
+    in_memory: list[_StateInMemory] = []
+    if process.job.is_in_memory:
+        in_memory = _find_in_memory(process, world)
+    for each in in_memory:
         if each.step < newest_stored:
             break
-        node = process.node  # each has as many ranks
+        node = process.node  # all nodes have equally many ranks
         origin = name_memory((rank // node.num_ranks for rank in each.readers), node.num_nodes)
         try:
             state = _read(each, process, world, box_of)
@@ -100,7 +101,7 @@ def load_newest(
         else:
             needed = needed_step(state)
             if needed in (0, each.step, *stored):
-                # Older ones are removed as if it were in the store.
+                # Older checkpoints are removed as if this state were in the store.
                 store.retention.resumed = f"{checkpoint_name(each.step)}.json"
                 process.free_parts(each.attempt, each.turn)
                 return Loaded(state, origin, True, skipped)
@@ -113,12 +114,12 @@ def load_newest(
 
 @dataclass(frozen=True)
 class _StateInMemory:
-    """A state of which all parts are in the memory of nodes."""
+    """A state with all its parts in the memory of nodes."""
 
     step: int
     attempt: int
     turn: int
-    readers: list[int]  # the ranks that have its parts, by part
+    readers: list[int]  # for each part, the rank that reads it
 
 
 def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:
@@ -140,7 +141,9 @@ def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:
             continue
         for number in range(num_parts[state]):
             ranks = holders[number]
-            reader = number if number in ranks else min(ranks, key=lambda rank: (load[rank], rank))
+            reader = number
+            if number not in ranks:
+                reader = min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += 1
             readers.append(reader)
         states.append(_StateInMemory(*state, readers))
@@ -148,7 +151,7 @@ def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:
 
 
 def _read(state: _StateInMemory, process: RankProcess, world: World, box_of: BoxOf) -> Any:
-    """Return a state, of which each rank reads the parts that are on its node. Every rank calls it.
+    """Return a state. Each rank reads the parts on its node. Every rank calls it.
 
     Raises:
         Damaged: on every rank, if a part is damaged.
@@ -165,7 +168,7 @@ def _read(state: _StateInMemory, process: RankProcess, world: World, box_of: Box
 
 
 def _read_part(part: Part) -> Any:
-    """Return the contents of a part of a state. Raises Damaged if they are not what was written."""
+    """Return the contents of a part of a state. Raises Damaged if the checksum differs."""
     if check_file(part.file.path) != (part.num_bytes, part.checksum):
         raise Damaged(
             f"the checksum of part {part.number} is not the one that was recorded when "

@@ -29,11 +29,11 @@ _waited = 0.0  # seconds that Python has waited for collectives in this process
 class StepTimer:
     """Adds up the time of one rank in each phase."""
 
-    # gets the steps and the seconds of each phase, since the start
+    # takes the number of steps and the seconds of each phase since the start
     publish: Callable[[int, list[float]], None]
-    # on which the passes run; on a GPU they are timed by events, which no step waits for
+    # the device of the passes; on a GPU events time the passes, and no step waits for events
     device: torch.device
-    # phases in which waits for other ranks cannot be told from work: not published
+    # phases that are not published, because waits for other ranks look like work
     waiting: Collection[int] = ()
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
     num_steps: int = 0
@@ -49,11 +49,10 @@ class StepTimer:
         _count_waits()
 
     def watch(self, model: nn.Module) -> None:
-        """Let a backward pass count up to the gradient of the model's first trained parameter,
-        which comes last.
+        """Time a backward pass up to the gradient of the model's first trained parameter, because
+        this gradient comes last.
 
-        A pass without that gradient does not count. Of a model that is not watched the whole pass
-        does.
+        A pass without this gradient counts 0 s. If no model is watched, the whole pass counts.
         """
         self._is_watching = True
         for parameter in [each for each in model.parameters() if each.requires_grad][:1]:
@@ -69,8 +68,10 @@ class StepTimer:
         phase, self._phase = self._phase, -1
         if phase < 0:
             return
-        is_watched = phase == BACKWARD and self._is_watching
-        until = (self._gradient_at or self._since) if is_watched else self._now(phase)
+        if phase == BACKWARD and self._is_watching:
+            until = self._gradient_at or self._since
+        else:
+            until = self._now(phase)
         if self._on_gpu and phase != DATA:
             self._pending.append((phase, self._since, until))
         else:
@@ -83,9 +84,9 @@ class StepTimer:
         while self._pending and self._pending[0][2].query():
             phase, since, until = self._pending.popleft()
             self.seconds[phase] += since.elapsed_time(until) / 1e3
-        seconds = [
-            0.0 if phase in self.waiting else each for phase, each in enumerate(self.seconds)
-        ]
+        seconds = list(self.seconds)
+        for phase in self.waiting:
+            seconds[phase] = 0.0
         self.publish(self.num_steps, seconds)
 
     def _note_gradient(self, parameter: Tensor) -> None:
@@ -102,7 +103,7 @@ class StepTimer:
 
 def _count_waits() -> None:
     """Count the seconds that Python waits for collectives in this process, from now on."""
-    # torch.distributed's own, which it does not export for type checkers
+    # torch.distributed does not export this class for type checkers.
     from torch._C._distributed_c10d import Work
 
     wait: Any = Work.wait

@@ -33,7 +33,7 @@ class StopAgreement:
     was_terminated: bool = False  # the function was sent a signal, because it does not ask
     num_polls: int = 0  # calls so far, and ends of batches of a function that does not ask
     is_asked: bool = False  # the function itself has called
-    is_reached: bool = False  # a call has been told to stop
+    is_reached: bool = False  # a call has returned that the function should stop
     _has_begun: bool = False  # the function has asked, or has begun its first batch
     _is_stoppable: bool = False  # the agents know, or another rank tells them
     _num_refused: int = -1  # calls that may have been told to go on; -1 before the stop
