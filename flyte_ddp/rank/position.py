@@ -151,7 +151,7 @@ class DataPosition:
 
     @property
     def first_epoch(self) -> int:
-        """The checkpoint's epoch, or the next one if that epoch was over; 0 without a checkpoint."""
+        """The checkpoint's epoch, or the next one if it was over; 0 without a checkpoint."""
         resumed = self.resumed
         is_over = resumed["is_over"] and len(resumed["sets"]) >= resumed["num_sets"]
         return int(resumed["epoch"] + is_over)

@@ -20,27 +20,27 @@ from flyte_ddp.training.optim import has_modes
 
 @dataclass(eq=False, repr=False)
 class WeightAverage:
-    """The exponential moving average of a model's weights and of its buffers that are no integers,
-    in single precision or that of the model, if it is higher; split as the model is.
+    """The exponential moving average of a model's weights and of its buffers without integers. It
+    has at least single precision, and is split like the model.
 
-    After optimizer step n, from 0, it keeps at most (1 + n) / (10 + n) of what it was, so that the
-    fresh weights are soon forgotten, as in TensorFlow's `ExponentialMovingAverage`.
+    After optimizer step n, from 0, the average keeps at most (1 + n) / (10 + n) of its old value.
+    So the fresh weights are soon forgotten, as in TensorFlow's `ExponentialMovingAverage`.
     """
 
     model: nn.Module
     decay: float  # 0 averages nothing
-    optimizer: Optimizer | None = None  # that may have modes
-    values: dict[str, Tensor] = field(default_factory=dict)  # by their names in the model
-    # those of the training, while others have their place
+    optimizer: Optimizer | None = None  # may switch between modes, see `has_modes`
+    values: dict[str, Tensor] = field(default_factory=dict)  # averages by their names in the model
+    # the training's weights, while the model has the weights to evaluate
     _trained: dict[str, Tensor] = field(default_factory=dict)
-    _buffers: dict[str, Tensor] = field(default_factory=dict)  # as they were at the last update
+    _buffers: dict[str, Tensor] = field(default_factory=dict)  # copies from the last update
 
     def __post_init__(self) -> None:
         self.start()
 
     @property
     def is_needed(self) -> bool:
-        """True where other weights are evaluated than those of the training."""
+        """True if the weights to evaluate differ from the training's weights."""
         return bool(self.decay) or has_modes(self.optimizer)
 
     def start(self) -> None:
@@ -54,8 +54,9 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Take in the weights after optimizer step `step`, from 0.
 
-        What is not finite is copied, now and when it is finite again, and so is an element of a
-        buffer that has not changed: such as a mask, or a table that a forward pass has filled.
+        An element that is not finite is copied, now and when it is finite again. An unchanged
+        element of a buffer is copied, too: it may belong to a mask, or to a table that a forward
+        pass has filled.
         """
         if not self.decay:
             return
@@ -109,19 +110,19 @@ class WeightAverage:
         reshard(self.model)
         if has_modes(self.optimizer):
             self.optimizer.train()  # type: ignore[union-attr]
-        self._fill(self._trained)  # which a switch would round
+        self._fill(self._trained)  # the copies are exact; a switch of modes alone would round
 
     def state_dicts(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the model as it trains, and of the averages, also
-        inside of `in_place`.
+        """Return the checkpoint's entries for the model as it trains, and for the averages. This
+        also works inside of `in_place`.
         """
         model = self.model.state_dict()
         model.update({name: each for name, each in self._trained.items() if name in model})
         return {"model": model, "average": self.values}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's averages, of whole tensors or of this rank's parts. The model
-        has been loaded.
+        """Go on from a checkpoint's averages: whole tensors, or this rank's parts. Load the model
+        first.
         """
         self.start()
         for name, own in self.values.items():
@@ -151,4 +152,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
     """Return the type of the average of a tensor."""
     if tensor.is_complex():
         return torch.promote_types(tensor.dtype, torch.complex64)
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    if tensor.dtype == torch.float64:
+        return torch.float64
+    return torch.float32

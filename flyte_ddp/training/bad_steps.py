@@ -43,7 +43,7 @@ class BadSteps:
 
     def __post_init__(self) -> None:
         self.parallelism, self.state = self.checkpoints.parallelism, self.checkpoints.state
-        # a bad step is to be known before its update, for which each step waits
+        # A bad step has to be found before its update, so each step waits for its loss.
         self.takes_back = self.parallelism.config.on_bad_step != "stop"
 
     def begin_step(self) -> None:
@@ -100,7 +100,7 @@ class BadSteps:
             world.all_reduce(0.0)
         place = shlex.quote(redact_url(self.checkpoints.store.storage.url))
         command = f"{own_command()} replay {place} --step {bad.step}"
-        # a line of its own, because long lines of an error are cut
+        # The samples get a line of their own, because long lines of an error are cut.
         raise NonFiniteLoss(
             f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}\nto build the step once more: {command}"
         )

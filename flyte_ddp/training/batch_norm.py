@@ -35,7 +35,9 @@ def adapt(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
 
 def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:
     has_statistics = module.running_mean is not None
-    is_refused = not isinstance(module, nn.SyncBatchNorm) if module.training else not has_statistics
+    is_refused = not has_statistics
+    if module.training:
+        is_refused = not isinstance(module, nn.SyncBatchNorm)
     if is_refused and inputs.numel() == inputs.size(1):
         # `functional.batch_norm` is this function behind the check that refuses.
         return torch.batch_norm(
@@ -53,10 +55,9 @@ def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:
-    """Put each BatchNorm of `model` whose parameters are not trained in evaluation mode.
+    """Put each BatchNorm of `model` with frozen parameters in evaluation mode.
 
-    If its statistics moved on, the frozen weights after it would no longer be the function that was
-    kept.
+    If its statistics changed, the frozen layers would no longer compute the same function.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):

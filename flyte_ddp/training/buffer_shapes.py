@@ -24,8 +24,11 @@ def has_own_buffers(model: nn.Module) -> bool:
     """Return whether a module of another class than torch's has a buffer. Torch's
     own buffers do not grow.
     """
-    owners = (each for each in model.modules() if any(True for _ in each.buffers(recurse=False)))
-    return any(not type(each).__module__.startswith("torch.") for each in owners)
+    for module in model.modules():
+        has_buffer = any(True for _ in module.buffers(recurse=False))
+        if has_buffer and not type(module).__module__.startswith("torch."):
+            return True
+    return False
 
 
 @dataclass(eq=False)
@@ -41,7 +44,7 @@ class BufferShapes:
     place: str
     _number: int = 0  # number of forward passes
     _num_compared: int = 0  # notes that were compared
-    # a note is the number of the pass, and the shapes after it
+    # pairs of a pass's number and the shapes after the pass
     _notes: list[tuple[int, Shapes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,7 +60,7 @@ class BufferShapes:
             self.notes.store.add(KEY, 1)
 
     def compare(self, *_: Any) -> None:
-        """Compare the shapes before a forward pass, if there are notes of earlier ones.
+        """Compare the shapes before a forward pass, if earlier passes have left notes.
 
         Raises:
             ConfigError: a rank has other shapes; the same line on all ranks.
@@ -68,13 +71,19 @@ class BufferShapes:
             return
         ranks = range(self.notes.world.world_size)
         notes = [self.notes.read(rank) or [] for rank in ranks]
-        # A rank that is ahead may have noted a later pass, which is compared there.
-        earlier = [[each for each in own if each[0] < self._number] for own in notes]
-        self._num_compared = sum(map(len, earlier))
-        found = [own[-1][1] if own else self._first for own in earlier]
+        # A rank that is ahead may have noted a later pass. Later passes are compared later.
+        found = []
+        self._num_compared = 0
+        for own in notes:
+            earlier = [each for each in own if each[0] < self._number]
+            self._num_compared += len(earlier)
+            shapes = self._first
+            if earlier:
+                shapes = earlier[-1][1]
+            found.append(shapes)
         for rank in ranks:
             for name in {**found[0], **found[rank]}:
-                one, other = (each.get(name, "none") for each in (found[0], found[rank]))
+                one, other = found[0].get(name, "none"), found[rank].get(name, "none")
                 if one != other:
                     raise ConfigError(
                         f"{self.place}: expected buffers of one shape on all ranks, got {name} of "

@@ -73,7 +73,7 @@ class RunNotes:
                 f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
                 "other values that it refers to: give other checkpoints"
             )
-        # a warning is enough: the change may mend a mistake
+        # A warning is enough, because the change may mend a mistake.
         if state["recipe"] != ours and self.parallelism.world.is_first:
             self._warn_of_code(state, url, ours)
         epochs = state["config"]["epochs"]
@@ -87,12 +87,15 @@ class RunNotes:
     def _warn_of_code(self, state: Mapping[str, Any], url: str, ours: list[str]) -> None:
         before, now = state.get("origin", {}).get("code", {}), self.origin.get("code", {})
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        difference = ""
+        if before and changed:
+            difference = f"; changed: {', '.join(changed)}"
         logger.warning(
             "the run of %s goes on with other code: recipe %s %s, before %s %s%s",
             url,
             *ours,
             *state["recipe"],
-            f"; changed: {', '.join(changed)}" if before and changed else "",
+            difference,
         )
 
 
@@ -100,12 +103,12 @@ class RunNotes:
 class Checkpointer:
     """Saves the state of a recipe's run, and goes on from it."""
 
-    session: Session  # has open checkpoints; the ranks of a split model are their `peers`
+    session: Session  # session with open checkpoints; a split model's ranks are their `peers`
     parallelism: Parallelism
     state: TrainedState
     notes: RunNotes
     is_read_only: bool = False
-    num_ranks_before: int = 0  # ranks of the run that this one goes on from; 0 for none
+    num_ranks_before: int = 0  # number of ranks that saved the checkpoint; 0 for a new run
     # the run goes on from the state of the best epoch, which the store lacks
     best_is_unsaved: bool = False
 
@@ -119,18 +122,18 @@ class Checkpointer:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what this rank writes of a checkpoint."""
+        """Return this rank's part of a checkpoint."""
         return {**self.notes.to_dict(), **self.state.to_dict()}
 
     def _count_bytes(self) -> int:
-        """Return the bytes of what the ranks of this node save of a state."""
+        """Return how many bytes of a state the ranks of this node save."""
         num_savers = min(self.parallelism.num_shards, self.session.process.node.num_ranks)
         return num_savers * count_bytes(self.to_dict())
 
     def is_due(self, is_logged: bool) -> bool:
-        """Return whether the step just done is one after which the config asks for a checkpoint.
+        """Return whether the config asks for a checkpoint after the last step.
 
-        By the clock it is rank 0 that decides, where the ranks wait for each other anyway.
+        Rank 0 decides by the clock, in steps in which the ranks wait for each other anyway.
         """
         config, world = self.parallelism.config, self.parallelism.world
         interval, minutes = config.checkpoint_interval, config.checkpoint_minutes
@@ -142,11 +145,11 @@ class Checkpointer:
         return bool(world.all_reduce(float(is_late))[0])
 
     def save(self, best: bool, to_store: bool = True) -> bool:
-        """Write a checkpoint of the current state. Every rank calls it; those write that
-        `Parallelism.saves` says.
+        """Write a checkpoint of the current state. Every rank calls it. The ranks with
+        `Parallelism.saves` write.
 
         Args:
-            to_store: else in memory alone, where it may be left out.
+            to_store: write to the store. If False, write to memory alone, which may be skipped.
 
         Returns:
             True if this rank has written something.
@@ -170,8 +173,8 @@ class Checkpointer:
             logger.warning("the state before it is not kept: %s", in_one_line(error))
 
     def find_newest(self) -> Loaded:
-        """Return the newest state, in memory or in the store. Every rank calls it; each file is
-        read by one rank, and the others get from that rank what they need of it.
+        """Return the newest state, in memory or in the store. Every rank calls it. One rank reads
+        each file, and sends the other ranks their parts of it.
         """
         state, process = self.state, self.session.process
         return load_newest(
@@ -179,12 +182,12 @@ class Checkpointer:
         )
 
     def resume(self) -> tuple[str, list[str]]:
-        """Go on from the newest state, or start from the initial one, if one is given. Every rank
-        calls it.
+        """Go on from the newest state, or start from the configured initial state. Every rank calls
+        it.
 
         Returns:
-            The checkpoint's URL or where in memory the state was, "" for none; and on rank 0 why
-            each newer one was skipped.
+            The checkpoint's URL, or the nodes with the state in memory; "" for a new run. On rank 0
+            also a reason for each newer state that was skipped.
 
         Raises:
             ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or

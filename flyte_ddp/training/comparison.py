@@ -1,9 +1,9 @@
 """The comparison of two models on the same held-out samples, with an interval for their difference.
 
-The held-out samples are one draw of those that there could be. Each of them, or of equal groups of
-them, is left out once, the same for both models. What the figures change by is the part's own
-difference (the jackknife; Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
-chapter 11), and the interval is that of the mean of these differences.
+The held-out samples are one draw of all possible samples. Each sample, or each of several equal
+groups, is left out once, for both models. The change of the figures is this part's own difference
+(the jackknife; Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 11). The
+interval is the confidence interval of the mean of these differences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,17 @@ from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.training.evaluation import evaluate_state
 from flyte_ddp.training.metrics import HeldOutMetrics, read_figures, read_value
 
-MIN_PARTS = MIN_DIFFERENCES  # without which a comparison tells nothing
-MAX_BLOCKS = 100  # of samples, for a metric of torchmetrics, which has no value for each sample
-MAX_GROUPS = 1000  # of samples, each of which costs a call of the recipe's figures
+MIN_PARTS = MIN_DIFFERENCES  # a comparison needs so many parts
+MAX_BLOCKS = 100  # blocks of samples, for metrics of torchmetrics: they have no value per sample
+MAX_GROUPS = 1000  # groups of samples; each group costs a call of the recipe's figures
 
 
 class Measurement:
-    """A model's figures on the held-out data, and what the monitored one is made of. On the GPU if
-    there is one.
+    """A model's figures on the held-out data, and the parts of the monitored figure. Computed on
+    the GPU if there is one.
 
     Raises:
-        ConfigError: the state is not one of the recipe's model.
+        ConfigError: the state does not fit the recipe's model.
         NonFiniteLoss: the loss is NaN or infinite.
     """
 
@@ -53,15 +53,19 @@ class Measurement:
         functions = {"test_loss": recipe.losses, **self._metrics.functions}
         # A metric of torchmetrics may have several values, such as f1_cat and f1_dog.
         nearest = (key for key in self._metrics.objects if f"{name}_".startswith(f"{key}_"))
-        self._metric_name = "" if name in functions else max(nearest, key=len, default="")
+        if name in functions:
+            self._metric_name, self._functions = "", {name: functions[name]}
+        else:
+            self._metric_name, self._functions = max(nearest, key=len, default=""), functions
         self._metric = self._metrics.objects.get(self._metric_name)
-        self._functions = {name: functions[name]} if name in functions else functions
-        # Of each sample: its sums over the targets, by function, and their number. Or of each block
-        # of samples what adds it to the metric: a state to merge, or what the metric is made of.
+        # For functions, a row for each sample: the sums over its targets, and their number. For a
+        # metric, a call for each block of samples that adds the block to the metric.
         self._rows: list[Tensor] = []
         self._blocks: list[Callable[[], object]] = []
         # A wrapper of torchmetrics has its state in the metrics that it wraps.
-        modules = self._metric.modules() if self._metric is not None else ()
+        modules: Iterable[Any] = ()
+        if self._metric is not None:
+            modules = self._metric.modules()
         self._parts: list[Any] = [each for each in modules if getattr(each, "metric_state", None)]
         self._can_merge = bool(self._parts) and all(map(_can_merge, self._parts))
         if self._metric is not None:
@@ -116,7 +120,9 @@ class Measurement:
             return
         columns = [function(outputs, targets).double() for function in self._functions.values()]
         counts = self._recipe.num_targets(targets)
-        counts = torch.ones_like(columns[0]) if counts is None else counts.double()
+        if counts is None:
+            counts = torch.ones_like(columns[0])
+        counts = counts.double()
         self._rows.append(torch.stack([*columns, counts], dim=1))
 
     def _merge(self, states: list[dict[str, Any]]) -> None:
@@ -130,13 +136,13 @@ class Measurement:
             add()
         try:
             value = self._metric.compute()
-        except (ValueError, RuntimeError):  # of blocks without any sample of a class, for example
+        except (ValueError, RuntimeError):  # the blocks may have no sample of a class, for example
             return math.inf
         return self.config.monitor.score(read_value(self._metric_name, value))
 
     def _with_figures(self, values: dict[str, float]) -> dict[str, float]:
-        """Add the monitored one of the recipe's figures, such as a perplexity; they follow from
-        loss and metrics.
+        """Add the monitored figure if it is one of the recipe's, such as a perplexity. The recipe
+        computes its figures from loss and metrics.
         """
         name = self.config.monitor.metric
         if name in values or self._metric is not None:
@@ -147,8 +153,8 @@ class Measurement:
 
 
 def _can_merge(metric: Any) -> bool:
-    """Return whether the states of a metric of torchmetrics add up: a mean, for example, would need
-    their weights.
+    """Return whether the states of a metric of torchmetrics add up. The states of a mean, for
+    example, would need weights.
     """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -158,15 +164,15 @@ def _can_merge(metric: Any) -> bool:
 
 
 def compare(challenger: Measurement, champion: Measurement) -> tuple[float, float]:
-    """Return the interval that has the challenger's advantage with 95 % confidence, in units of the
-    monitored figure.
+    """Return the 95 % confidence interval of the challenger's advantage, in units of the monitored
+    figure.
 
-    The advantage is positive where the challenger is better. It may be anything, from -inf to inf,
-    where there are too few parts for an interval, or the figure has no value without one of them.
-    Its lower end is -inf where a few parts on which the challenger is worse decide alone.
+    The advantage is positive if the challenger is better. The interval is (-inf, inf) if there are
+    too few parts, or if the figure has no value without one of the parts. The lower end is -inf if
+    a few parts decide alone on which the challenger is worse.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as one about a class that is in no other part
+        warnings.simplefilter("ignore")  # for example, a class may be missing in all other parts
         pairs = zip(champion.score_parts(), challenger.score_parts(), strict=True)
         advantage, *remainders = [theirs - ours for theirs, ours in pairs]
     count = len(remainders)

@@ -50,7 +50,8 @@ from flyte_ddp.training.optim import check_kind
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import forward
 
-# of the batch, so that the check takes milliseconds; all of it where the model takes no fewer
+# The check uses so many samples of a batch, so that it takes milliseconds. It uses the whole batch
+# if the model needs it.
 MAX_SAMPLES = 8
 # The base classes of recipes, with the targets and outputs that their methods take.
 BASES: dict[type[Recipe], str] = {
@@ -63,8 +64,9 @@ BASES: dict[type[Recipe], str] = {
 }
 logger = logging.getLogger(__name__)
 
-MAX_NAMES = 3  # of parameters in an error
-UNKNOWN = (UninitializedParameter, UninitializedBuffer)  # of a lazy layer
+NUM_CORRECT = "the number of each sample's targets that are predicted right"
+MAX_NAMES = 3  # names of parameters in an error
+UNKNOWN = (UninitializedParameter, UninitializedBuffer)  # the tensors of a lazy layer
 
 
 def open_datasets(
@@ -136,7 +138,7 @@ def check_contract(
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
     per_rank = config.batch.size_per_rank(parallelism.world.world_size)
-    if parallelism.world.is_first:  # one rank warns for all
+    if parallelism.world.is_first:  # rank 0 warns for all ranks
         _warn_of_mixing(recipe, train)
     for most in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, train.dataset):
@@ -210,11 +212,11 @@ def _check_gradients(loss: Tensor, model: nn.Module, parallelism: Parallelism) -
 def _gradients(loss: Tensor, model: nn.Module, is_collective: bool) -> dict[str, Tensor | None]:
     """Return the gradient of each trained parameter, None where `loss` has none."""
     if is_collective:
-        loss.backward()  # after which the parameters are split again
+        loss.backward()  # the parameters are split again after this
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     if is_collective:
         return {name: each.grad for name, each in trained.items()}
-    # a backward pass would call DDP's hooks, which note the parameters that its next one uses
+    # A backward pass would call DDP's hooks, and these note the parameters for its next pass.
     found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return dict(zip(trained, found, strict=True))
 
@@ -226,10 +228,10 @@ def _warn_of_mixing(recipe: Recipe, train: Samples) -> None:
     first = torch.arange(min(MAX_SAMPLES, len(train)))
     with unchanged(nn.Module(), recipe, train.dataset):
         whole, *halves = train.batches([first, *first.tensor_split(2)], epoch=1)
-    if any(len(each) > 2 for each in halves):  # another sample stands in for all of a half
+    if any(len(each) > 2 for each in halves):  # a sample stands in for an unreadable half
         return
     for all_of_it, *parts in zip(tensors_in(whole), *map(tensors_in, halves), strict=True):
-        # samples may be padded to the longest of their batch
+        # Samples may be padded to the length of the longest sample.
         if all(each.shape[1:] == all_of_it.shape[1:] for each in parts) and not torch.equal(
             torch.cat(parts), all_of_it
         ):
@@ -274,8 +276,8 @@ def _check_results(
 
 
 def _losses_of_fewer(recipe: Recipe, outputs: Any, targets: Any, num_samples: int) -> Any:
-    """Return the losses without the last sample; None where outputs or targets are not by sample,
-    or the method fails.
+    """Return the losses without the last sample; None if the first dimension of outputs or targets
+    is not the sample, or if the method fails.
 
     Outputs may be in another order, such as (T, B, V) or (B x T, V).
     """
@@ -332,10 +334,13 @@ def _check_shape(
     if value.shape == (num_samples,):
         return
     hint = ""
-    if base := _find_base(recipe, method):
+    base = _find_base(recipe, method)
+    if base:
         hint = f": {BASES[base]}, so the recipe needs a method of its own"
+    elif value.dim() == 0 and method == "losses":
+        hint = ": use reduction='none'"
     elif value.dim() == 0:
-        hint = ": use reduction='none'" if method == "losses" else ": do not sum over the samples"
+        hint = ": do not sum over the samples"
     elif value.dim() > 1 and len(value) == num_samples:
         hint = ": sum over a sample's targets, as by .flatten(1).sum(1)"
         if method == "losses":
@@ -346,7 +351,9 @@ def _check_shape(
 
 def _call_method(recipe: Recipe, method: str, **arguments: Any) -> Any:
     base = _find_base(recipe, method)
-    why = f", because {BASES[base]}" if base else ""
+    why = ""
+    if base:
+        why = f", because {BASES[base]}"
     expected = f"expected a method of the recipe's own{why}"
     return _call(recipe, method, expected, getattr(recipe, method), **arguments)
 
@@ -357,16 +364,14 @@ def _call(recipe: Recipe, method: str, expected: str, function: Any, **arguments
         return function(*arguments.values())
     except Exception as error:
         if frames_of_user(error):
-            raise  # they say more
+            raise  # the frames in the user's code explain more
         given = ", ".join(f"{name} {_shapes(each)}" for name, each in arguments.items())
         got = f"{type(error).__name__} of {given}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(f"{locate(recipe, method)}: {expected}, got {got}") from error
 
 
 def _find_base(recipe: Recipe, method: str) -> type[Recipe] | None:
-    """Return the base class of this package that the method comes from; None if the recipe defines
-    it.
-    """
+    """Return this package's base class that defines the method; None if the recipe defines it."""
     own = getattr(type(recipe), method)
     return next((base for base in BASES if vars(base).get(method) is own), None)
 
@@ -374,7 +379,7 @@ def _find_base(recipe: Recipe, method: str) -> type[Recipe] | None:
 def _check_metrics(
     recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, counts: Tensor
 ) -> None:
-    """Check `metrics`, what `monitor` names of them, and `figures`."""
+    """Check `metrics`, `figures`, and that `monitor` names one of them."""
     place = locate(recipe, "metrics")
     try:
         metrics = HeldOutMetrics(recipe, counts.device)
@@ -384,24 +389,25 @@ def _check_metrics(
     for name, function in metrics.functions.items():
         is_own = function == recipe.num_correct
         if is_own:
-            what = "the number of each sample's targets that are predicted right"
+            source = locate(recipe, "num_correct")
             value = _call_method(recipe, "num_correct", **given)
-            _check_shape(recipe, "num_correct", what, value, len(counts), **given)
+            _check_shape(recipe, "num_correct", NUM_CORRECT, value, len(counts), **given)
         else:
+            source = f"{place}: {name}"
             value = function(outputs, targets)
             _check_shape(recipe, "metrics", f"{name} of each sample", value, len(counts))
-        # which is shown in percent
+        # Reports show an accuracy in percent.
         if (is_own or name == "accuracy") and bool(((value < 0) | (value > counts)).any()):
             raise ConfigError(
-                f"{locate(recipe, 'num_correct') if is_own else f'{place}: {name}'}: expected at "
+                f"{source}: expected at "
                 f"most {float(counts.max()):g} for a sample, the number of its targets, got "
                 f"{float(value.max()):g}; a sample with several targets needs num_targets"
             )
     names = ["test_loss", *metrics.functions]
     for name, metric in metrics.objects.items():
         metric.sync_on_compute = False
-        expected = f"expected {name} of outputs and targets"
         predicted = {"outputs": recipe.metric_outputs(outputs), "targets": targets}
+        expected = f"expected {name} of outputs and targets"
         _call(recipe, "metrics", expected, metric.update, **predicted)
         _check_state(f"{place}: {name}", metric, predicted)
         names += _read_names(name, metric, place)
@@ -410,13 +416,13 @@ def _check_metrics(
         names += read_figures(recipe, epoch)
     except ConfigError as error:
         raise ConfigError(f"{locate(recipe, 'figures')}: {str(error).partition(': ')[2]}") from None
-    except Exception:  # these figures are not a real epoch's
-        return  # the trainer checks the monitor after the first one
+    except Exception:  # the method may fail, because these figures are not from a real epoch
+        return  # the trainer checks the monitor after the first epoch
     check_monitor(config, names)
 
 
 def _check_state(place: str, metric: Any, predicted: dict[str, Any]) -> None:
-    """Check that a metric adds up what it sees in states that the ranks can merge alone."""
+    """Check that a metric keeps its sums in states that the ranks can merge, and nowhere else."""
     if has_other_ranks() and not is_merged_by_batches(metric):
         before = own_state(metric)
         metric.update(*predicted.values())
@@ -433,7 +439,7 @@ def _read_names(name: str, metric: Any, place: str) -> list[str]:
     """Return the names of a metric's values; they must be single numbers."""
     try:
         value = metric.compute()
-    except Exception:  # some need more samples than these
+    except Exception:  # some metrics need more samples
         return [name]
     try:
         return list(read_value(name, value))

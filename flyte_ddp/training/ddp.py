@@ -33,7 +33,7 @@ warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
 TIMED_INTERVAL = 10
 
 
-MAX_NAMES = 3  # of parameters in an error
+MAX_NAMES = 3  # names of parameters in an error
 
 
 class DdpParallelism(Parallelism):
@@ -42,19 +42,23 @@ class DdpParallelism(Parallelism):
     def replicate(self, model: nn.Module) -> Any:
         self._check_tensors(model)
         on_gpu = self.world.device.type == "cuda"
-        # torch warns of the option where it is named
-        own: dict[str, Any] = {} if self.config.broadcast_buffers else {"broadcast_buffers": False}
+        own: dict[str, Any] = {}
+        if not self.config.broadcast_buffers:  # torch warns if the option is given
+            own["broadcast_buffers"] = False
+        device_ids = None
+        if on_gpu:
+            device_ids = [self.world.device.index]
         replica = DistributedDataParallel(
             model,
-            device_ids=[self.world.device.index] if on_gpu else None,
+            device_ids=device_ids,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
             find_unused_parameters=self.config.find_unused_parameters,
             **own,
         )
-        if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
+        if not on_gpu:  # on a GPU each timed step waits for the device: DDP's own interval stays
             set_ddp_timing_interval(replica, TIMED_INTERVAL)
-            # the sum of two is the same in either order, and where any may be unused DDP keeps its
-            # first arrangement
+            # A sum of two is the same in either order. If parameters may be unused, DDP keeps its
+            # first arrangement.
             if self.world.world_size > 2 and not self.config.find_unused_parameters:
                 _arrange_buckets(model, replica)
         return replica
@@ -104,7 +108,9 @@ class DdpParallelism(Parallelism):
         )
 
     def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if is_last else replica.no_sync()
+        if is_last:
+            return nullcontext()
+        return replica.no_sync()  # type: ignore[no-any-return]
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
         super().watch(timer, model)
@@ -135,14 +141,14 @@ class _Zero(nn.Module):
 
 
 def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
-    """Let DDP arrange the gradients in buckets as it does after its first backward pass, by one
-    that changes nothing.
+    """Let DDP arrange the gradients in buckets as after its first backward pass. This makes a
+    backward pass that changes nothing.
 
-    Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the
-    first step of every attempt would have another order than the same step of an undisturbed run,
-    whose weights it could not repeat.
+    The place of a gradient in its bucket decides in which order the ranks' gradients are summed.
+    Without this call the first step of every attempt would sum in another order than the same step
+    of an undisturbed run. The weights would differ.
     """
-    replica.module = _Zero(model)  # not the model itself, which may have hooks
+    replica.module = _Zero(model)  # the model itself may have hooks
     replica().backward()
     replica.module = model
     model.zero_grad()

@@ -31,7 +31,7 @@ from flyte_ddp.training.parallel import Parallelism, choose_parallelism, count_p
 from flyte_ddp.training.passes import forward
 from flyte_ddp.world import World, single_process_world
 
-# of a GPU's memory: its context, workspaces of libraries, and what the allocator cannot use
+# The share of a GPU's memory for its context, for libraries' workspaces, and for fragments.
 GPU_RESERVE = 0.1
 OPTIONS = (
     ("--recipe", "its name", None),
@@ -46,21 +46,24 @@ OPTIONS = (
 class Estimate:
     """One rank's share of an epoch."""
 
-    device: str  # that the step was trained on
+    device: str  # the device on which the step was trained
     num_parameters: int
     batch_size: int  # samples of a forward pass
     state_bytes: float  # weights, gradients and optimizer state
-    # what the backward pass needs of the forward pass; with fsdp gathered blocks too
+    # tensors that the forward pass keeps for the backward pass; with fsdp also gathered blocks
     activation_bytes: float
     epoch_seconds: float  # without the exchange of gradients, and without an evaluation
 
     def describe(self, gpu_gib: float = 0.0) -> str:
-        """Return one line, which ends with whether the rank fits into a GPU of so many GiB, unless
-        that is 0.
+        """Return one line. It ends with whether the rank fits into a GPU of `gpu_gib` GiB, unless
+        this is 0.
         """
         state, activations = self.state_bytes / 2**30, self.activation_bytes / 2**30
-        fits = state + activations <= (1 - GPU_RESERVE) * gpu_gib
-        end = f"; {'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB" if gpu_gib else ""
+        end = ""
+        if gpu_gib:
+            end = f"; does not fit into {gpu_gib:g} GiB"
+            if state + activations <= (1 - GPU_RESERVE) * gpu_gib:
+                end = f"; fits into {gpu_gib:g} GiB"
         return (
             f"{self.num_parameters:,} parameters, {self.batch_size} samples in a forward pass: "
             f"{state + activations:.3f} GiB a rank (state {state:.3f}, activations "
@@ -72,7 +75,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     """Train one step on a rank's first micro-batch of the prepared data in `directory`, and
     multiply.
 
-    It takes real tensors and so the memory of a whole model, also where `fsdp` is to split it.
+    The step uses real tensors and so the memory of a whole model, even if `fsdp` will split it.
     """
     world = single_process_world()
     train = take_sample(open_datasets(recipe, directory, config)[0], config)
@@ -85,7 +88,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     model = open_model(alone).train()
     alone.shard(model)
     optimizer = open_optimizer(recipe, model, config)
-    # in the second step the optimizer has its state, and libraries have chosen their kernels
+    # In the second step the optimizer has its state, and libraries have chosen their kernels.
     for _ in range(2):
         seconds, saved = _take_step(alone, model, optimizer, inputs, targets)
     weights = list(model.parameters())

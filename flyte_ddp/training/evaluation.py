@@ -28,7 +28,7 @@ from flyte_ddp.world import World, single_process_world
 # 10^12 dense operations per second of a GPU in bf16 and in fp32, by a part of its name, from
 # NVIDIA's data sheets. The first part that is in the name counts.
 TERAFLOPS = {
-    "MIG ": (0.0, 0.0),  # a slice, of any size
+    "MIG ": (0.0, 0.0),  # a slice of any size
     "B200": (2250.0, 75.0),
     "H200 NVL": (835.0, 60.0),
     "H200": (989.0, 67.0),
@@ -81,7 +81,7 @@ def evaluate(
     shard = evaluation_shard(samples, config, world)
     # some ranks may have one more
     num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
-    # before the first pass, which another rank would take for this exchange
+    # Buffers are shared before the first pass: another rank would mistake the pass for this.
     num_passes = parallelism.count_passes(len(shard))
     # the others may need this rank's part of the weights
     first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
@@ -108,7 +108,7 @@ def _count(
 ) -> float | Tensor:
     """Return the number of targets in a batch of the samples at `index`."""
     counted = None
-    if not hasattr(samples.dataset, "UNREADABLE"):  # else some may be left out
+    if not hasattr(samples.dataset, "UNREADABLE"):  # otherwise samples may be left out
         counted = samples.num_targets(index)
     if counted is None:
         counted = count_targets(recipe, inputs, targets).to(samples.device)
@@ -125,12 +125,14 @@ def evaluate_state(
     """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU
     if it has one.
 
-    By `evaluate`, to which `on_outputs` belongs, so the figures compare with those of a run's
-    epochs.
+    This calls `evaluate`, so the figures can be compared with the figures of a run's epochs.
+
+    Args:
+        on_outputs: see `evaluate`.
 
     Raises:
-        ConfigError: the state is not one of the recipe's model; names the keys, or the classes,
-            that do not fit.
+        ConfigError: the state does not fit the recipe's model; names the keys or the classes that
+            do not fit.
         NonFiniteLoss: the loss is NaN or infinite.
     """
     world = single_process_world()
@@ -148,11 +150,12 @@ def open_trained_model(state: Mapping[str, Any], parallelism: Parallelism, field
     """Return the recipe's model as `open_model` does, with the weights of `state`.
 
     Raises:
-        ConfigError: they do not fit, or the data have other classes; begins with `field`.
+        ConfigError: the weights do not fit, or the data have other classes; begins with `field`.
     """
     model = open_model(parallelism)
     state = find_state(state, model.state_dict().keys(), field)
-    if problem := mismatch(model.state_dict(), state, list_class_names(parallelism.recipe)):
+    problem = mismatch(model.state_dict(), state, list_class_names(parallelism.recipe))
+    if problem:
         raise ConfigError(
             f"{field}: expected one of the recipe's model, got one that does not fit: {problem}"
         )
@@ -161,8 +164,8 @@ def open_trained_model(state: Mapping[str, Any], parallelism: Parallelism, field
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are
-    saved. One that has another shape there stays as it is.
+    """Give every rank the buffers of rank 0, such as BatchNorm's running statistics, because rank
+    0 saves them. A buffer with another shape on rank 0 stays as it is.
     """
     if world.world_size == 1:
         return
@@ -176,15 +179,20 @@ def share_buffers(model: nn.Module, world: World) -> None:
 
 
 def sample_utilization(model: nn.Module, parallelism: Parallelism) -> float:
-    """Return the share of all GPUs' operations per second that a sample per second takes; 0 for
-    unknown. Every rank calls it.
+    """Return the share of all GPUs' operations per second that a sample per second takes; 0 if it
+    is unknown. Every rank calls it.
 
-    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table.
+    The share is known if the recipe defines `flops_per_sample` and every rank has a GPU of the
+    table.
     """
     config, world = parallelism.config, parallelism.world
     flops = parallelism.recipe.flops_per_sample(model)
-    peaks = world.all_gather(peak_flops(config, world)) if flops else [0.0]
-    return flops / sum(peaks) if all(peaks) else 0.0
+    if not flops:
+        return 0.0
+    peaks = world.all_gather(peak_flops(config, world))
+    if not all(peaks):
+        return 0.0
+    return flops / sum(peaks)
 
 
 def peak_flops(config: TrainingConfig, world: World) -> float:
@@ -195,4 +203,6 @@ def peak_flops(config: TrainingConfig, world: World) -> float:
         return 0.0
     name = torch.cuda.get_device_name(world.device)
     half, fp32 = next((rates for part, rates in TERAFLOPS.items() if part in name), (0.0, 0.0))
-    return 1e12 * (fp32 if config.precision == "fp32" else half)
+    if config.precision == "fp32":
+        return 1e12 * fp32
+    return 1e12 * half

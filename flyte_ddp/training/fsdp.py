@@ -39,7 +39,7 @@ class FsdpParallelism(Parallelism):
     """A part of the model on each rank; every pass gathers one block after another."""
 
     is_collective = True
-    has_fused_sgd = False  # of torch 2.15's fused kernels, this one takes no split tensors
+    has_fused_sgd = False  # torch 2.15's fused kernel for SGD takes no split tensors
 
     def prepare_process(self) -> None:
         keep_freed_memory(RETURNED_BYTES)
@@ -47,7 +47,9 @@ class FsdpParallelism(Parallelism):
     def building(self) -> AbstractContextManager[object]:
         """Leave a model without contents that can be filled after it was split."""
         is_filled = self.recipe.copies_from_first and not self.world.is_first
-        return torch.device("meta") if is_filled or self.fills_by_tensor else nullcontext()
+        if is_filled or self.fills_by_tensor:
+            return torch.device("meta")
+        return nullcontext()
 
     def place(self, model: nn.Module) -> nn.Module:
         """Leave `model` on the CPU, because the device need not hold all of it, and in the order of
@@ -68,7 +70,7 @@ class FsdpParallelism(Parallelism):
         self.recompute_activations(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         inner = outer = MixedPrecisionPolicy()
-        # weights and optimizer stay fp32, and gradients are summed in it
+        # Weights and optimizer stay in fp32, and gradients are summed in fp32.
         if self.half:
             inner = MixedPrecisionPolicy(self.half, torch.float32)
             outer = MixedPrecisionPolicy(self.half, torch.float32, torch.float32)
@@ -77,7 +79,10 @@ class FsdpParallelism(Parallelism):
                 unit.compile()
             if self.recipe.copies_from_first and not self.fills_by_tensor:
                 _copy_from_first(unit, self.world)
-            fully_shard(unit, mesh=mesh, mp_policy=outer if unit is model else inner)
+            policy = inner
+            if unit is model:
+                policy = outer
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
         if self.fills_by_tensor:
             _fill(model, self.recipe.initial_value, self.world.device)
         return model, model
@@ -86,12 +91,14 @@ class FsdpParallelism(Parallelism):
         """Check that each parameter can be split, and each module computed in the precision.
 
         Raises:
-            ConfigError: one cannot; names it.
+            ConfigError: names the parameter or module that cannot.
         """
         place = locate(self.recipe, "model")
         for name, parameter in model.named_parameters():
             if not parameter.dim() or not parameter.numel():
-                kind = "an empty one" if parameter.dim() else "a scalar: give it the shape (1,)"
+                kind = "a scalar: give it the shape (1,)"
+                if parameter.dim():
+                    kind = "an empty one"
                 raise ConfigError(
                     f'{place}: expected with "parallel": "fsdp" parameters that can be split, got '
                     f"{name}, {kind}"
@@ -112,8 +119,8 @@ class FsdpParallelism(Parallelism):
                 )
 
     def gathered_bytes(self, model: nn.Module) -> int:
-        # The rest of the model is gathered all the time; a block at work, the next one, and the
-        # gradient of one.
+        # A rank gathers the rest of the model all the time, and of the blocks the current block,
+        # the next block, and the gradient of a block.
         blocks = [count_parameters(each) for each in self.blocks(model)]
         rest = count_parameters(model) - sum(blocks)
         return FP32_BYTES * (2 * rest + 3 * max(blocks, default=0))
@@ -127,11 +134,12 @@ class FsdpParallelism(Parallelism):
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[object]:
-        return nullcontext()  # its precision is part of the shards
+        return nullcontext()  # the shards have the precision already
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
-        # elsewhere Python sees the waits
-        timer.waiting = [FORWARD, BACKWARD] if self.world.device.type == "cuda" else []
+        timer.waiting = []  # on CPUs Python measures the waits
+        if self.world.device.type == "cuda":
+            timer.waiting = [FORWARD, BACKWARD]
 
     def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
         if not self.config.compile:  # hooks would break the compiled graph
@@ -168,7 +176,7 @@ def _fill(
 
 @torch.no_grad()
 def _copy_from_first(module: nn.Module, world: World) -> None:
-    """Give a module what the first rank has built, on ranks that have built it without contents."""
+    """Copy the first rank's weights and buffers to ranks that built a module without contents."""
     copied: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
     for part in module.modules():
         for own in (part._parameters, part._buffers):
@@ -176,7 +184,9 @@ def _copy_from_first(module: nn.Module, world: World) -> None:
                 if tensor is None or is_split(tensor):
                     continue
                 if tensor not in copied:
-                    copy = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+                    copy = tensor
+                    if tensor.is_meta:
+                        copy = torch.empty_like(tensor, device="cpu")
                     if isinstance(tensor, nn.Parameter):
                         copy = nn.Parameter(copy, tensor.requires_grad)
                     copied[tensor] = world.broadcast(copy)

@@ -25,8 +25,8 @@ from flyte_ddp.storage.weights import (
     with_class_names,
 )
 
-MAX_CLASSES = 20  # in an error
-# before each key of a state of DDP's model or of torch.compile's
+MAX_CLASSES = 20  # names of classes in an error
+# prefixes of each key in a state of DDP's or torch.compile's model
 PREFIXES = ("module.", "_orig_mod.")
 
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other
@@ -61,13 +61,15 @@ def check_same_run(
     `checkpoint`, read at `url`.
 
     Args:
-        changeable_options: of the recipe's options, those that may differ.
+        changeable_options: names of the recipe's options that may differ.
 
     Raises:
         ConfigError: it belongs to another run; names the field.
     """
     progress = checkpoint["progress"]
-    num_epochs = progress["epoch"] if progress["batch"] else progress["epoch"] - 1
+    num_epochs = progress["epoch"]
+    if not progress["batch"]:
+        num_epochs -= 1
     if config.epochs < num_epochs:
         raise ConfigError(
             f"epochs: expected at least {num_epochs}, got {config.epochs}: {url} was written in "
@@ -93,7 +95,7 @@ def check_same_run(
             f"data: expected the data with which {url} was written, got others; "
             "other data need another place for the checkpoints"
         )
-    # The address of a state may be signed anew; what is compared is its contents' checksum.
+    # The address of a state may be signed anew. The contents' checksum is compared.
     started_from = theirs.shown["initial_model_state"]
     given = redact_url(config.initial_model_state)
     if not is_same_state(started_from, given):
@@ -120,19 +122,18 @@ def load_initial_state(
 ) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
-    Their file must have the checksum that `pin_state` noted in `url`. `torchvision:NAME` stands for
-    weights that torchvision publishes, as of `load_torchvision_state`.
+    The file must have the checksum that `pin_state` noted in `url`. `torchvision:NAME` stands for
+    weights that torchvision publishes, see `load_torchvision_state`.
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
-        fresh_layers: layers of either model, by the beginnings of their names, that are left as
-            they are. A model of other classes fits where they have the layer that tells the classes
-            apart.
-        class_names: of the model.
+        fresh_layers: the beginnings of the names of layers that are left as they are. A state of
+            other classes fits if these layers include the classifier.
+        class_names: the model's class names.
 
     Raises:
         StorageUnavailable: the store could not be reached.
-        ConfigError: there is no state dict, or not one of this very model, apart from its fresh
+        ConfigError: there is no state dict, or it does not fit the model apart from the fresh
             layers; names the keys that do not fit.
     """
     expected = "initial_model_state: expected a state dict with exactly the model's keys and shapes"
@@ -142,7 +143,7 @@ def load_initial_state(
     found = read_state(url, expected, timeout)
     state = find_state(found, own.keys(), "initial_model_state")
     url, _ = split_pin(url)
-    # some of torchvision's states are from before torch had these counters
+    # Some of torchvision's states are older than these counters of torch.
     if isinstance(state, dict):
         for key in [key for key in own if key.endswith(".num_batches_tracked")]:
             state.setdefault(key, own[key])
@@ -152,30 +153,29 @@ def load_initial_state(
     if any(key == [*own][-1] or _shape(own[key])[:1] == (len(class_names),) for key in fresh):
         class_names = ()  # the weights of these classes are not loaded
     if fresh_layers and isinstance(state, Mapping):
-        own, state = (
-            with_class_names(
-                {key: each[key] for key in each if not is_in(key, fresh_layers)},
-                class_names_of(each),
-            )
-            for each in (own, state)
-        )
-    if problem := mismatch(own, state, class_names):
-        remedy = (
-            "; layers that may differ are named by config.fresh_layers"
-            if isinstance(state, Mapping)
-            else ""
-        )
+        own, state = _without(own, fresh_layers), _without(state, fresh_layers)
+    problem = mismatch(own, state, class_names)
+    if problem:
+        remedy = ""
+        if isinstance(state, Mapping):
+            remedy = "; layers that may differ are named by config.fresh_layers"
         raise ConfigError(
             f"{expected}, got {url!r}, which does not fit the model: {problem}{remedy}"
         )
     load_model(model, state, is_whole=not fresh_layers)
 
 
+def _without(state: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+    """Return a state dict without some layers, with its class names."""
+    left = {key: state[key] for key in state if not is_in(key, layers)}
+    return with_class_names(left, class_names_of(state))
+
+
 def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
-    """Return the state dict at `url`, as of `load_initial_state`.
+    """Return the state dict at `url`, see `load_initial_state`.
 
     Args:
-        expected: the beginning of an error: the field that has the URL, and what it takes.
+        expected: the beginning of an error: the field with the URL, and what it expects.
     """
     url, sha256 = split_pin(url)
     field = expected.partition(":")[0]
@@ -183,7 +183,9 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
         if url.startswith(TORCHVISION):
             return load_torchvision_state(url)
         contents = read_file(url, field, timeout)
-        found = hashlib.sha256(contents).hexdigest() if sha256 else ""
+        found = ""
+        if sha256:
+            found = hashlib.sha256(contents).hexdigest()
         if found != sha256:
             raise ConfigError(
                 f"{field}: expected the contents with SHA-256 {sha256}, which {url!r} had when it "
@@ -208,11 +210,12 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
 
 
 def find_state(found: Any, keys: Set[str], field: str) -> Any:
-    """Return the state dict with some of `keys` in what a program has saved: that itself, without
-    `PREFIXES`, or the one among its values, such as of {"model": state, "optimizer": ...}.
+    """Return the state dict with some of `keys` in an object that a program has saved.
+
+    It is the object itself, without `PREFIXES`, or a value in it, as in {"model": state}.
 
     Raises:
-        ConfigError: several of its values are such states; begins with `field`.
+        ConfigError: several values are such states; begins with `field`.
     """
     if not isinstance(found, Mapping):
         return found
@@ -234,7 +237,7 @@ def find_state(found: Any, keys: Set[str], field: str) -> Any:
 
 
 def _strip_prefixes(state: Mapping[Any, Any], keys: Set[str]) -> Mapping[Any, Any]:
-    for prefix in PREFIXES * 2:  # in either order
+    for prefix in PREFIXES * 2:  # prefixes may occur in either order
         if not keys & state.keys() and all(str(key).startswith(prefix) for key in state):
             plain = {key.removeprefix(prefix): value for key, value in state.items()}
             state = with_class_names(plain, class_names_of(state))
@@ -242,12 +245,16 @@ def _strip_prefixes(state: Mapping[Any, Any], keys: Set[str]) -> Mapping[Any, An
 
 
 def find_class_names(found: Any) -> list[str]:
-    """Return the class names of the state dict in what a program has saved, as of `find_state`;
-    none where they are not known, or where several states have others.
+    """Return the class names of the state dict in an object that a program has saved, see
+    `find_state`. Return none if they are unknown, or if several states have different names.
     """
-    values = found.values() if isinstance(found, Mapping) else ()
-    named = [names for each in (found, *values) if (names := class_names_of(each))]
-    return named[0] if all(names == named[0] for names in named) and named else []
+    states = [found]
+    if isinstance(found, Mapping):
+        states += found.values()
+    named = [names for names in map(class_names_of, states) if names]
+    if named and all(names == named[0] for names in named):
+        return named[0]
+    return []
 
 
 def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:
@@ -297,36 +304,41 @@ def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str]
     can.
 
     Args:
-        class_names: of the model; compared where both sides have names.
+        class_names: the model's class names. They are compared if both sides have names.
     """
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}"
+    shapes = []
+    for key, value in expected.items():
+        if key in state and _shape(state[key]) != _shape(value):
+            shapes.append(f"{key} {_shape(state[key])} instead of {_shape(value)}")
     problems = {
         "it lacks": [key for key in expected if key not in state],
         "the model has no": [str(key) for key in state if key not in expected],
-        "other shapes at": [
-            f"{key} {_shape(state[key])} instead of {_shape(value)}"
-            for key, value in expected.items()
-            if key in state and _shape(state[key]) != _shape(value)
-        ],
+        "other shapes at": shapes,
     }
     found = [f"{name} {abbreviate(keys)}" for name, keys in problems.items() if keys]
     theirs, ours = class_names_of(state), list(class_names)
     if theirs and ours and theirs != ours:
         pairs = enumerate(zip(theirs, ours, strict=False))
         number = next((index for index, (one, other) in pairs if one != other), 0)
-        start = number if number >= MAX_CLASSES else 0
+        start, since = 0, ""
+        if number >= MAX_CLASSES:
+            start, since = number, f" from number {number} on"
         shown = [abbreviate(names[start:], MAX_CLASSES) for names in (theirs, ours)]
-        since = f" from number {start} on" if start else ""
         found.append(f"its classes{since} are {shown[0]}, those of the data are {shown[1]}")
     return "; ".join(found)
 
 
 def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return type(value).__name__
 
 
 def abbreviate(names: list[str], max_names: int = 5) -> str:
     """Return the first of `names`, and how many more there are."""
-    rest = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    rest = ""
+    if len(names) > max_names:
+        rest = f" and {len(names) - max_names} more"
     return ", ".join(names[:max_names]) + rest

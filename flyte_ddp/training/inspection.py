@@ -32,7 +32,9 @@ def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = next(tensors_in(output), None)
-        shape = [] if tensor is None else list(tensor.shape)
+        shape = []
+        if tensor is not None:
+            shape = list(tensor.shape)
         kind = type(module).__name__
         layers.append(LayerDescribed(name, kind, shape, count_parameters(module)))
 
@@ -61,16 +63,19 @@ def take_histograms(model: nn.Module, parallelism: Parallelism) -> dict[str, His
     """Return the histograms of each parameter and of its last gradient, named as in
     `HistogramsTaken`. Waits for the device.
 
-    They count the finite values; a tensor without any has none. Ranks but the first, which only
-    take part in collectives, get none.
+    A histogram counts the finite values. A tensor without finite values has no histogram. Rank 0
+    alone gets histograms; the other ranks take part in the collectives.
     """
     histograms: dict[str, Histogram] = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameters", parameter), ("gradients", parameter.grad)):
-            values = None if tensor is None else parallelism.gather(tensor.detach())
-            if values is None or not parallelism.world.is_first:
+            if tensor is None:
                 continue
-            if histogram := _histogram(values):
+            values = parallelism.gather(tensor.detach())
+            if not parallelism.world.is_first:
+                continue
+            histogram = _histogram(values)
+            if histogram:
                 histograms[f"{kind}/{name}"] = histogram
     return histograms
 
@@ -93,7 +98,7 @@ def make_predictions(
             shown = recipe.report_samples(batch, outputs, targets)
             numbers = indices[num_batches].tolist()
             num_batches += 1
-            if len(shown) == len(numbers) and not stand_in:  # else not one for each sample
+            if len(shown) == len(numbers) and not stand_in:  # each sample has a prediction
                 shown = [
                     dataclasses.replace(each, sample=number)
                     for each, number in zip(shown, numbers, strict=True)
@@ -103,8 +108,8 @@ def make_predictions(
 
 
 def generate_sample(model: nn.Module, recipe: Recipe) -> str:
-    """Return the recipe's sample text. What its forward passes change is put back: the other ranks
-    make none.
+    """Return the recipe's sample text. The changes of its forward passes are put back, because the
+    other ranks run no such passes.
     """
     if getattr(recipe.generate_sample, "__func__", None) is Recipe.generate_sample:
         return recipe.generate_sample(model)
@@ -114,7 +119,9 @@ def generate_sample(model: nn.Module, recipe: Recipe) -> str:
 
 def on_cpu(output: Tensor) -> Tensor:
     """Return a copy on the CPU, in single precision at least."""
-    return output.float().cpu() if output.is_floating_point() else output.cpu()
+    if output.is_floating_point():
+        output = output.float()
+    return output.cpu()
 
 
 def _histogram(values: Tensor) -> Histogram | None:

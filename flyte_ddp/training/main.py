@@ -62,17 +62,17 @@ def main(
     config: TrainingConfig,
     work: Callable[[Parallelism, Session], Any] | None = None,
 ) -> Any:
-    """Join the other ranks of this process's session, and train a recipe. Arguments as of
-    `recipe_program`.
+    """Join the other ranks of this process's session, and train a recipe.
 
     Args:
-        work: done in place of the training; its value is returned.
+        recipe, config: see `recipe_program`.
+        work: called in place of the training; its value is returned.
     """
     current = session.current()
     program = current.process.job.program
-    program.check_compiler()  # on a Dask worker, whose image the driver has not seen
+    program.check_compiler()  # a Dask worker's image may lack the compiler
     batch = program.needs.batch
-    if batch:  # a launcher may have split it further than the config
+    if batch:  # a launcher may split the batch further than the config does
         config = dataclasses.replace(config, gradient_accumulation=batch.num_parts)
     current.reporter.beat(0)
     parallelism = _prepare_torch(recipe, config, current.process)
@@ -91,13 +91,11 @@ def main(
 def _prepare_torch(
     name: str | type[Recipe], config: TrainingConfig, process: RankProcess
 ) -> Parallelism:
-    """Set what torch keeps for a whole process; return the rank's place among the others, and how
-    they hold the model.
-    """
+    """Set torch's options for this process, and return how the ranks hold the model."""
     node = process.node
     torch.set_num_threads(choose_threads(node.num_threads))
     if config.deterministic:
-        # also the call with False imports torch's compiler
+        # Even the call with False imports torch's compiler, so it is left out.
         torch.use_deterministic_algorithms(True)
     device = torch.device("cpu")
     if node.use_gpus:
@@ -131,7 +129,9 @@ def open_trainer(
     torch.manual_seed(config.seed)
     model = open_model(parallelism)
 
-    peers = Peers(world, current.process.open_store()) if parallelism.is_collective else None
+    peers = None
+    if parallelism.is_collective:
+        peers = Peers(world, current.process.open_store())
     current.saver.open(config.checkpoints_to_keep, peers)
     origin = {
         "recipe": current.process.job.program.name,
@@ -160,11 +160,11 @@ def train(parallelism: Parallelism, current: Session) -> None:
 def _start(trainer: Trainer, data: Mapping[str, str]) -> None:
     """Go to the newest checkpoint, if there is one, and check what is new in this run."""
     parallelism, session = trainer.parallelism, trainer.session
-    with keep_beating(trainer.beat):  # a large checkpoint takes its time
+    with keep_beating(trainer.beat):  # loading a large checkpoint may take minutes
         url, skipped = trainer.checkpoints.resume()
     state, num_ranks = trainer.state, parallelism.world.world_size
     progress = state.progress
-    # What one rank may do, such as a metric that counts for itself, several may not.
+    # Some things work on one rank alone, such as a metric that keeps its own counts.
     if progress.step == 0 or trainer.checkpoints.num_ranks_before != num_ranks:
         check_contract(state.model, trainer.train, parallelism, trainer.test)
         with keep_beating(trainer.beat):
@@ -182,11 +182,11 @@ def _save_results(trainer: Trainer) -> None:
     parallelism, session, checkpoints = trainer.parallelism, trainer.session, trainer.checkpoints
     model, store, world = trainer.state.model, checkpoints.store, parallelism.world
     kept, best = checkpoints.load_model_state(), trainer.state.best
-    store.staging.clear()  # which rank 0 may need for the whole model
+    store.staging.clear()  # rank 0 may need this memory for the whole model
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if parallelism.saves:
-        # a large model takes its time
+        # Predictions of a large model may take minutes.
         with log_failures("predictions", others=(SystemExit,)), keep_beating(trainer.beat):
             predictions = make_predictions(model, trainer.test, parallelism)
             session.reporter.emit(events.PredictionsMade(kept.epoch, predictions))
@@ -202,33 +202,38 @@ def _save_results(trainer: Trainer) -> None:
     peak_memory[0] = _peak_memory(world)
     figures = best.figures().values
     interval, launched_at = checkpoints.memory_interval, session.process.job.launched_at
+    metric, first_step_at = parallelism.config.monitor.metric, trainer.measures.first_step_at
     session.results = {
         "model_state_url": model_state,
         **exported,
         "best_epoch": best.epoch,
-        "best": {name: figures[name] for name in (parallelism.config.monitor.metric, "test_loss")},
+        "best": {name: figures[name] for name in (metric, "test_loss")},
         "model_state_epoch": kept.epoch,
         "peak_memory_bytes": peak_memory[0],
         "rank_peak_memory_bytes": peak_memory,
         "rank_num_parameters": num_parameters,
         "memory_interval": interval.steps * interval.is_on,
-        "first_step_seconds": max(0.0, trainer.measures.first_step_at - launched_at),
+        "first_step_seconds": max(0.0, first_step_at - launched_at),
     }
 
 
 def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -> dict[str, Any]:
-    """Return what is known of the run before its first step, by its name in `events.RunStarted`."""
+    """Return the fields of `events.RunStarted` that are known before the first step."""
     parallelism, notes, state = trainer.parallelism, trainer.checkpoints.notes, trainer.state
     recipe, world, model = parallelism.recipe, parallelism.world, state.model
-    on_gpu = world.device.type == "cuda"
+    device, backend = "cpu", "none"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    if world.world_size > 1:
+        backend = dist.get_backend()
     layers: list[events.LayerDescribed] = []
     with log_failures("layers"), unchanged(model, recipe, trainer.test.dataset):
         layers = describe_layers(model, sample_inputs(trainer.test, parallelism))
     return {
         "config": notes.config,
         "hidden": notes.hidden,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
-        "backend": dist.get_backend() if world.world_size > 1 else "none",
+        "device": device,
+        "backend": backend,
         "num_threads": choose_threads(process.node.num_threads),
         "num_parameters": count_parameters(model),
         "num_train_samples": len(trainer.train),
@@ -249,12 +254,12 @@ def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> 
     """Write the state as safetensors and the files of `Recipe.export`; return the fields of
     `RunFinished` about them.
 
-    The files are written from the state's own memory, which may leave none for a copy. The model is
-    trained and safe by now. So a state that has no such form, a mistake in the recipe's `export`,
-    and a store that takes no more are named in the results and end nothing.
+    The files are written from the state's own memory, because there may be none for a copy. The
+    model is trained and saved by now. So errors are listed in the results and do not end the run:
+    a state that safetensors cannot hold, a mistake in the recipe's `export`, or a full store.
 
     Args:
-        checkpoints: URL of the directory beside whose files they are kept.
+        checkpoints: URL of the checkpoints' directory. The files are stored below it.
     """
     storage = Storage(f"{checkpoints}/{EXPORT}", timeout=SHORT_TIMEOUT)
     written: list[str] = []
@@ -278,10 +283,9 @@ def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> 
 
 @contextlib.contextmanager
 def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
-    """Call `beat` every second, from a thread, for the length of a block that is known to take
-    long.
+    """Call `beat` every second, from a thread, while a long block runs.
 
-    No longer than `MAX_OPERATION_SECONDS`, so that a block that hangs is found.
+    The beats end after `MAX_OPERATION_SECONDS`, so that a block that hangs is found.
     """
     is_over = threading.Event()
 
@@ -310,6 +314,7 @@ def beat_while_compiling(beat: Callable[[], None]) -> None:
 def _peak_memory(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return 1024 * peak  # Linux counts in KiB

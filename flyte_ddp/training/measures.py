@@ -72,7 +72,7 @@ class Measures:
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.num_samples = earlier.num_samples + sums.num_samples
         progress.seconds = earlier.seconds + sums.seconds
-        if self.state.scaler.is_enabled():  # a step is left out where its gradient overflows
+        if self.state.scaler.is_enabled():  # the scaler leaves out steps whose gradient overflows
             return
         norm = gradient_norm(self.state.model, self.parallelism)
         if not math.isfinite(norm):
@@ -92,16 +92,14 @@ class Measures:
                 f"precision: every gradient overflows in fp16 up to step {progress.step}: "
                 "bf16 or fp32 may help, or the gradient is NaN"
             )
-        reported = Reported(
-            step=progress.step,
-            epoch=progress.step / self.num_batches,
-            values={
-                "loss": world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
-                "learning_rate": progress.learning_rate,
-                "gradient_norm": gradient_norm,
-                "samples_per_second": sums.num_samples / sums.seconds,
-            },
-        )
+        values = {
+            "loss": world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
+            "learning_rate": progress.learning_rate,
+            "gradient_norm": gradient_norm,
+            "samples_per_second": sums.num_samples / sums.seconds,
+        }
+        epoch = progress.step / self.num_batches
+        reported = Reported(step=progress.step, epoch=epoch, values=values)
         self.reporter.emit(reported)
         if world.is_first:
             with self._shown("result of on_step"):
@@ -112,7 +110,7 @@ class Measures:
         one.
 
         Args:
-            exchange: as of `Parallelism.exchange_seconds`.
+            exchange: the result of `Parallelism.exchange_seconds`.
         """
         finished = self._measure(evaluation, exchange)
         if self.parallelism.saves:
@@ -129,6 +127,9 @@ class Measures:
         seconds, num_unreadable = self._before
         # A straggler spends more on its own part of the steps, without its waits for the others.
         own_seconds = (sum(self.timer.seconds) - seconds) / max(1, sums.num_steps)
+        own_loss = float(sums.loss_sum) / max(1.0, float(sums.own_targets))
+        rank_losses, rank_step_seconds = world.all_gather(own_loss), world.all_gather(own_seconds)
+        own_unreadable = self._count_unreadable() - num_unreadable
         finished = EpochFinished(
             epoch=progress.epoch,
             step=progress.step,
@@ -138,16 +139,17 @@ class Measures:
             seconds=progress.seconds,
             samples_per_second=progress.num_samples / progress.seconds,
             evaluation_seconds=evaluation.seconds,
-            rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
-            rank_step_seconds=world.all_gather(own_seconds),
-            num_unreadable=int(world.all_reduce(self._count_unreadable() - num_unreadable)[0]),
+            rank_losses=rank_losses,
+            rank_step_seconds=rank_step_seconds,
+            num_unreadable=int(world.all_reduce(own_unreadable)[0]),
             metrics=evaluation.metrics,
             share=progress.batch / self.num_batches,
             **exchange,
         )
         with self._shown("figures"):
             figures = {**finished.metrics, **read_figures(self.parallelism.recipe, finished)}
-            if utilization := self.sample_utilization * finished.samples_per_second:
+            utilization = self.sample_utilization * finished.samples_per_second
+            if utilization:
                 figures["model_flops_utilization"] = utilization
             finished = dataclasses.replace(finished, metrics=figures)
         check_monitor(self.parallelism.config, ["test_loss", *finished.metrics])
@@ -164,9 +166,8 @@ class Measures:
             histograms = inspection.take_histograms(model, parallelism)
             self.reporter.emit(HistogramsTaken(finished.step, histograms))
         interval = parallelism.config.prediction_interval
-        is_last = (
-            finished.epoch == parallelism.config.epochs
-        )  # the run's end shows the kept model's
+        # The end of the run shows the predictions of the model that it keeps.
+        is_last = finished.epoch == parallelism.config.epochs
         is_due = interval and finished.share == 1 and finished.epoch % interval == 0
         if is_due and not is_last:
             self.reporter.beat(finished.step)

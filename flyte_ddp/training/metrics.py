@@ -28,11 +28,11 @@ from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
-# The states of a metric may come from other ranks or batches alone. Not by warnings.catch_warnings
-# at each call, after which every warning that the process has shown once is shown again.
+# A metric's states may all come from other ranks or batches, so this warning is wrong here.
+# warnings.catch_warnings at each call would let the process show all its warnings again.
 warnings.filterwarnings("ignore", "The ``compute`` method of metric")
 
-# Figures of an epoch that no metric may be called by.
+# Names of an epoch's figures, which no metric may have.
 RESERVED = (
     "loss",
     "train_loss",
@@ -54,18 +54,17 @@ class HeldOutMetrics:
 
     recipe: Recipe
     device: InitVar[torch.device]
-    # that return a value for each sample, by name
+    # functions that return a value for each sample, by name
     functions: dict[str, Any] = field(default_factory=dict)
-    # of torchmetrics, by name, on the rank's device
+    # metrics of torchmetrics by name, on the rank's device
     objects: dict[str, Any] = field(default_factory=dict)
-    # of this rank, for those of torchmetrics without states that are known, by name: what `update`
-    # gets
+    # this rank's arguments of `update`, for each metric without states that torchmetrics knows
     batches: dict[str, list[Any]] = field(default_factory=dict)
-    num_batches: int = 0  # of this rank
+    num_batches: int = 0  # number of this rank's batches
 
     def __post_init__(self, device: torch.device) -> None:
         found: Any = self.recipe.metrics()
-        if not isinstance(found, (Mapping, nn.ModuleDict)):  # the latter for a MetricCollection
+        if not isinstance(found, (Mapping, nn.ModuleDict)):  # a MetricCollection is a ModuleDict
             raise ConfigError(f"expected a dict of metrics by name, got a {type(found).__name__}")
         for name, metric in _flatten(found).items():
             if not isinstance(name, str) or name in RESERVED:
@@ -101,13 +100,15 @@ class HeldOutMetrics:
         """Return the metrics over the samples of all ranks. Every rank calls it.
 
         Args:
-            num_samples: of all ranks, of which the last ones have none if there are fewer than
-                ranks.
+            num_samples: the number of samples of all ranks. With fewer samples than ranks, the last
+                ranks have none.
 
         Raises:
             ConfigError: a metric is no single number.
         """
-        totals = world.all_reduce(*self.sums.values()) if self.sums else []
+        totals: Sequence[float] = []
+        if self.sums:
+            totals = world.all_reduce(*self.sums.values())
         values = {name: total / num_targets for name, total in zip(self.sums, totals, strict=True)}
         for name, metric in self.objects.items():
             # A state without samples may have another shape or type.
@@ -116,17 +117,21 @@ class HeldOutMetrics:
                 values.update(self._compute(name, num_samples))
                 continue
             self._gather(name, world)
-            found = self._compute(name, num_samples) if world.is_first else {}
+            found: dict[str, float] = {}
+            if world.is_first:
+                found = self._compute(name, num_samples)
             values.update(world.broadcast_object(found))
         return values
 
     def _gather(self, name: str, world: World) -> None:
-        """Give the metric of rank 0 what all ranks have seen. Every rank calls it."""
+        """Give the metric of rank 0 the batches or states of all ranks. Every rank calls it."""
         metric = self.objects[name]
         parts = _parts_of(metric)
         own = self.batches.get(name) or _on_cpu([part.metric_state for part in parts])
         every: list[Any] = [None] * world.world_size
-        dist.all_gather_object(every, own if self.num_batches else None)
+        if not self.num_batches:
+            own = None
+        dist.all_gather_object(every, own)
         if not world.is_first:
             return
         every = _on_device([each for each in every if each is not None], world.device)
@@ -138,14 +143,14 @@ class HeldOutMetrics:
             for part, *states in zip(parts, *every, strict=True):
                 _merge(part, states)
         for part in parts:
-            part.distributed_available_fn = lambda: False  # which would merge it once more
+            part.distributed_available_fn = lambda: False  # prevents a second merge
 
     def _compute(self, name: str, num_samples: int) -> dict[str, float]:
         """Return the value of a metric of torchmetrics. Raises as `compute`."""
         try:
             return read_value(name, self.objects[name].compute())
         except ValueError as error:
-            # such as an R2 of one sample; the error of a lost peer is a RuntimeError
+            # For example, one sample has no R2. (The error of a lost peer is a RuntimeError.)
             if isinstance(error, ConfigError) or frames_of_user(error):
                 raise
             raise ConfigError(
@@ -155,7 +160,7 @@ class HeldOutMetrics:
 
 
 def _parts_of(metric: Any) -> list[Any]:
-    """Return a metric of torchmetrics and those that it wraps."""
+    """Return a metric of torchmetrics and the metrics that it wraps."""
     return [part for part in metric.modules() if hasattr(part, "metric_state")]
 
 
@@ -171,14 +176,16 @@ def is_merged_by_batches(metric: Any) -> bool:
 
 def _is_merged_by_library(metric: Any) -> bool:
     """Return whether torchmetrics gathers equally many tensors on ranks with unequal numbers of
-    batches: not of lists that it does not concatenate first.
+    batches. It does so if it concatenates all lists first.
     """
-    return not is_merged_by_batches(metric) and all(
-        getattr(part._reductions[name], "__name__", "") == "dim_zero_cat"
-        for part in _parts_of(metric)
-        for name, default in part._defaults.items()
-        if isinstance(default, list)
-    )
+    if is_merged_by_batches(metric):
+        return False
+    for part in _parts_of(metric):
+        for name, default in part._defaults.items():
+            reduction = getattr(part._reductions[name], "__name__", "")
+            if isinstance(default, list) and reduction != "dim_zero_cat":
+                return False
+    return True
 
 
 def _merge(part: Any, states: Sequence[Mapping[str, Any]]) -> None:
@@ -191,7 +198,10 @@ def _merge(part: Any, states: Sequence[Mapping[str, Any]]) -> None:
         else:
             merged = []
             for value in values:
-                merged += value if isinstance(value, list) else [value]
+                if isinstance(value, list):
+                    merged += value
+                else:
+                    merged.append(value)
         if reduce is not None and len(merged):
             merged = reduce(merged)
         setattr(part, name, merged)
@@ -230,7 +240,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _flatten(metrics: Any) -> dict[Any, Any]:
-    """Return the metrics of a dict, with those of a torchmetrics.MetricCollection in it by both
+    """Return the metrics of a dict. The metrics of a torchmetrics.MetricCollection in it get both
     names.
     """
     found: dict[Any, Any] = {}
@@ -243,25 +253,23 @@ def _flatten(metrics: Any) -> dict[Any, Any]:
 
 
 def read_value(name: str, value: Any) -> dict[str, float]:
-    """Return the value of a metric as a number by its name, or several of them if it is a dict.
+    """Return the value of a metric as a number by its name. A dict gives several numbers.
 
     Raises:
-        ConfigError: it has other values than single numbers.
+        ConfigError: a value is no single number.
     """
     if isinstance(value, Mapping):
-        return {
-            f"{name}_{key}": number
-            for key, each in value.items()
-            for number in read_value(key, each).values()
-        }
+        numbers = {}
+        for key, each in value.items():
+            for number in read_value(key, each).values():
+                numbers[f"{name}_{key}"] = number
+        return numbers
     try:
         return {name: float(value)}
-    except (TypeError, ValueError, RuntimeError):  # the last from a tensor with several
-        got = (
-            f"shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
+    except (TypeError, ValueError, RuntimeError):  # a tensor with several raises RuntimeError
+        got = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            got = f"shape {tuple(value.shape)}"
         raise ConfigError(
             f"{name}: expected one number, got {got}: take a mean, or one metric each"
         ) from None

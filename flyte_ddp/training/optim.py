@@ -24,7 +24,7 @@ from flyte_ddp.recipes import Recipe, locate
 T = TypeVar("T")
 
 OF_FUNCTIONS = ": a function or a script trains several (docs/recipes.md, Where a recipe ends)"
-# Optimizers of torch whose step needs whole matrices, of which a rank has a part under fsdp.
+# Optimizers of torch that need whole matrices. Under fsdp a rank has parts of them.
 OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 
 
@@ -68,18 +68,20 @@ def has_modes(optimizer: Optimizer | None) -> bool:
 
 
 def check_kind(found: Any, kind: type[T], expected: str) -> T:
-    """Return what a recipe's method has returned. Raises ConfigError, which begins with `expected`,
-    if it is of another kind.
+    """Return the value `found` of a recipe's method. Raises ConfigError, which begins with
+    `expected`, if the value is of another kind.
     """
     if isinstance(found, kind):
         return found
-    several = OF_FUNCTIONS if isinstance(found, (tuple, list, dict)) else ""
+    several = ""
+    if isinstance(found, (tuple, list, dict)):
+        several = OF_FUNCTIONS
     raise ConfigError(f"{expected}, got {describe_kind(found)}{several}")
 
 
 def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) -> int:
-    """Return the bytes of the optimizer's state, measured by a step of a model without contents; 0
-    where the model has no copy, such as one with a lock, or the optimizer takes no such step.
+    """Return the bytes of the optimizer's state, measured by a step of a model without contents.
+    Return 0 if the model cannot be copied, as with a lock, or if the optimizer's step fails.
     """
     tensors = (*model.parameters(), *model.buffers())
     empty: dict[int, Any] = {}
@@ -90,7 +92,7 @@ def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) 
     try:
         optimizer = open_optimizer(recipe, copy.deepcopy(model, empty), config)
         for group in optimizer.param_groups:
-            group["fused"] = False  # whose kernels need a device
+            group["fused"] = False  # fused kernels need a device
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
         optimizer.step()
@@ -119,10 +121,10 @@ def build_optimizer(
     """
     for group in groups:
         _check_group(group)
-    trained = [
-        {**group, "params": [each for each in group["params"] if each.requires_grad]}
-        for group in groups
-    ]
+    trained = []
+    for group in groups:
+        parameters = [each for each in group["params"] if each.requires_grad]
+        trained.append({**group, "params": parameters})
     _check_parameters(model, trained, "optimizer_groups")
     rate, decay = config.learning_rate, config.weight_decay
     # torch's fused kernels take no complex numbers
@@ -134,7 +136,9 @@ def build_optimizer(
         return torch.optim.SGD(
             trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=has_fused_sgd
         )
-    optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    optimizer: Callable[..., Optimizer] = torch.optim.AdamW
+    if config.optimizer == "adam":
+        optimizer = torch.optim.Adam
     return optimizer(trained, lr=rate, weight_decay=decay, fused=is_real)
 
 
@@ -185,7 +189,7 @@ class Schedule:
         self, recipe: Recipe, optimizer: Optimizer, config: TrainingConfig, num_steps: int
     ) -> None:
         self.monitor, self.optimizer, self.num_steps = config.monitor, optimizer, num_steps
-        # which a factor scales; a scheduler of torch changes those of the groups
+        # the groups' first rates, for a factor; a scheduler of torch changes the groups' own rates
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._place = "schedule"
         self._scheduler: LRScheduler | None = None
@@ -213,7 +217,7 @@ class Schedule:
                 f"{self._place}: expected a ReduceLROnPlateau of mode {self.monitor.mode!r}, as "
                 f"{self.monitor.metric} is monitored, got {found.mode!r}"
             )
-        # an optimizer within another one may have the same groups
+        # An inner optimizer may have the same groups.
         ours = {id(group) for group in self.optimizer.param_groups}
         theirs = {id(group) for group in found.optimizer.param_groups}
         if not ours & theirs:
@@ -246,10 +250,10 @@ class Schedule:
                 ) from error
 
     def begin_step(self, step: int) -> float:
-        """Set the rates of optimizer step `step`, from 0; return that of the first group.
+        """Set the rates of optimizer step `step`, from 0; return the rate of the first group.
 
         Raises:
-            ConfigError: one is no finite number of at least 0.
+            ConfigError: a rate is no finite number of at least 0.
         """
         rates = self._rates_at(step)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -267,14 +271,16 @@ class Schedule:
             self._scheduler.step(finished.figures().values[self.monitor.metric])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it; nothing of a function of the step."""
-        return self._scheduler.state_dict() if self._scheduler else {}
+        """Return the schedule's state for a checkpoint. A function of the step has none."""
+        if not self._scheduler:
+            return {}
+        return self._scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state, whose optimizer has been loaded.
+        """Go on from a checkpoint's state. Load the optimizer first.
 
         Raises:
-            ConfigError: the checkpoint has none.
+            ConfigError: the checkpoint has no state of a schedule.
         """
         if self._scheduler and not state:
             raise ConfigError(
@@ -304,9 +310,9 @@ def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> f
     """Return the factor, in [0, 1], of each group's own rate at optimizer step `step` (from 0) of
     `num_steps`.
 
-    A function of the step alone, so that a schedule has nothing to restore and fits any change of
-    the run's length. one_cycle takes its shape from Smith, "Super-Convergence" (2018), with torch's
-    defaults: from 1/25 up over the first 30 %, then down to 1/250,000, both along a cosine.
+    The factor depends on the step alone, so a schedule has nothing to restore and fits any change
+    of the run's length. one_cycle takes its shape from Smith, "Super-Convergence" (2018), with
+    torch's defaults: from 1/25 up over the first 30 %, then down to 1/250,000, both along a cosine.
     """
     if config.schedule == "one_cycle":
         rise = max(1.0, 0.3 * num_steps)

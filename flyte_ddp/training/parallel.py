@@ -31,7 +31,7 @@ from flyte_ddp.world import World
 
 MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
 FP32_BYTES = 4
-# of a GPU's memory that weights, gradients and optimizer may take; activations come on top
+# The share of a GPU's memory for weights, gradients and optimizer. Activations come on top.
 MEMORY_SHARE = 0.9
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,10 @@ def choose_parallelism(recipe: Recipe, config: TrainingConfig, world: World) -> 
 
 @dataclass(eq=False)
 class Parallelism:
-    """One rank that holds and trains the whole model of a recipe; kinds of several ranks override
-    what differs.
+    """One rank that holds and trains the whole model of a recipe. Subclasses for several ranks
+    override what differs.
 
-    Every rank has one, and all call each method that is a collective.
+    Every rank has such an object, and all ranks call each method that is a collective.
     """
 
     is_collective = False  # a pass of the bare model, and a save, need all ranks at once
@@ -66,7 +66,7 @@ class Parallelism:
     world: World
 
     def __post_init__(self) -> None:
-        # of fp16's losses, whose gradients would else be rounded to zero
+        # scales the losses of fp16, because small gradients would be rounded to zero
         is_fp16 = self.config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=is_fp16)
 
@@ -77,13 +77,15 @@ class Parallelism:
 
     @property
     def saves(self) -> bool:
-        """True on a rank that takes part in saves, and in looks at the model: else rank 0 alone."""
+        """True on a rank that takes part in saves and inspections of the model."""
         return self.world.is_first or self.is_collective
 
     @property
     def num_shards(self) -> int:
         """The number of ranks that hold one model together."""
-        return self.world.world_size if self.is_collective else 1
+        if self.is_collective:
+            return self.world.world_size
+        return 1
 
     def prepare_process(self) -> None:
         """Set what a process of this kind needs, before it makes a model."""
@@ -117,8 +119,8 @@ class Parallelism:
     def shard(self, model: nn.Module) -> tuple[Any, Any]:
         """Return `model` as it evaluates and as it trains, compiled if configured.
 
-        The gradients of the latter are means over the ranks. Its forward pass may be a collective,
-        which that of the former is if `is_collective`.
+        The gradients of the training model are means over the ranks. Its forward pass may be a
+        collective. The other model's forward pass is a collective if `is_collective`.
         """
         self.recompute_activations(model)
         replica = self.replicate(model)
@@ -127,14 +129,16 @@ class Parallelism:
         return model, replica
 
     def replicate(self, model: nn.Module) -> Any:
-        """Return what averages the gradients of `model` over the ranks in its backward pass."""
+        """Return a module that averages the gradients of `model` over the ranks in its backward
+        pass.
+        """
         return model
 
     def check_memory(self, model: nn.Module) -> None:
         """Check that weights, gradients and optimizer state fit into the memory of a GPU.
 
         Raises:
-            ConfigError: they do not; names what would make them fit.
+            ConfigError: they do not fit; names a remedy.
         """
         if self.world.device.type != "cuda":
             return
@@ -144,11 +148,15 @@ class Parallelism:
         needed = FP32_BYTES * sum(weights) + count_state_bytes(self.recipe, model, self.config)
         allowed = MEMORY_SHARE * available
         if needed / self.num_shards > allowed:
-            remedy = "on more GPUs or nodes" if self.is_collective else 'with "parallel": "fsdp"'
+            remedy = 'with "parallel": "fsdp"'
+            if self.is_collective:
+                remedy = "on more GPUs or nodes"
+            min_ranks = -(-needed // int(allowed))
+            needed_gib = needed / self.num_shards / 2**30
             raise ConfigError(
-                f"parallel: expected at least {-(-needed // int(allowed))} ranks, {remedy}: "
+                f"parallel: expected at least {min_ranks} ranks, {remedy}: "
                 f"weights, gradients and the optimizer's state take "
-                f"{needed / self.num_shards / 2**30:.1f} GiB per rank, got a device with "
+                f"{needed_gib:.1f} GiB per rank, got a device with "
                 f"{available / 2**30:.1f} GiB"
             )
 
@@ -163,10 +171,10 @@ class Parallelism:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the recipe's blocks, or the large modules of `model` where it names none."""
+        """Return the recipe's blocks, or the large modules of `model` if the recipe names none."""
         return list(self.recipe.blocks(model)) or large_blocks(model)
 
-    # One step
+    # Methods for a step
 
     def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of a micro-batch's passes: gradients are averaged over the ranks after
@@ -181,25 +189,25 @@ class Parallelism:
         return torch.autocast(self.world.device.type, dtype=self.half)
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
-        """Let `timer` know the phases in which a wait for other ranks cannot be told from work."""
+        """Set on `timer` the phases in which waits for other ranks look like work."""
         if self.config.compile:  # hooks of parameters do not see its gradients
             timer.waiting = [BACKWARD]
         else:
             timer.watch(model)
 
     def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
-        """Let each forward pass of `replica` check what the ranks send each other before it.
+        """Let each forward pass of `replica` check first that the ranks will exchange the same.
 
         Args:
             open_store: returns the store where the ranks meet.
         """
 
     def check_gradients(self, replica: Any, step: int) -> None:
-        """Check that the backward pass of optimizer step `step`, from 0, has used what the other
-        ranks wait for. Call it before any other collective.
+        """Check that the backward pass of optimizer step `step`, from 0, has made all gradients for
+        which the other ranks wait. Call it before any other collective.
 
         Raises:
-            ConfigError: it has not; names the parameters.
+            ConfigError: names the parameters without a gradient.
         """
 
     def exchange_seconds(self, replica: Any) -> dict[str, Any]:
@@ -211,11 +219,13 @@ class Parallelism:
     # Evaluation, checkpoints, looks at the model
 
     def count_passes(self, own: int) -> int:
-        """Return how many passes of the bare model each rank has to make that needs `own`."""
+        """Return how many passes of the bare model each rank has to make, if this rank needs
+        `own`.
+        """
         return own
 
     def release(self, model: nn.Module) -> None:
-        """Free what passes without gradients have gathered of other ranks' parts."""
+        """Free the other ranks' parts that passes without gradients have gathered."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the whole of a tensor."""
@@ -232,7 +242,8 @@ def large_blocks(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         if isinstance(model, (nn.ModuleList, nn.Sequential)) and not is_container:
-            blocks += [child] if count_parameters(child) >= MIN_BLOCK_PARAMETERS else []
+            if count_parameters(child) >= MIN_BLOCK_PARAMETERS:
+                blocks.append(child)
         else:
             blocks += large_blocks(child)
     return blocks

@@ -53,7 +53,7 @@ class PassLayers:
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda *_, name=name: self._layers.add(name))
             if is_sharded(module) and module is not self.model:
-                # before the hook that gathers its weights
+                # This hook runs before the hook that gathers the weights.
                 module.register_forward_pre_hook(
                     lambda *_, name=name: self._begin_part(name), prepend=True
                 )
@@ -66,10 +66,11 @@ class PassLayers:
         self._parts, self._layers = [], set()
 
     def _begin_part(self, name: str) -> None:
-        """Note the part of the model that is gathered next, if another one was in the last pass.
+        """Note the part of the model that is gathered next. Compare it if the last pass gathered
+        another part here.
 
         Raises:
-            ConfigError: other ranks gather another one.
+            ConfigError: other ranks gather another part.
         """
         if not self._is_in_pass:
             return
@@ -80,7 +81,7 @@ class PassLayers:
             self._compare(name)
 
     def _end(self, *_: Any) -> None:
-        """Note the layers of the pass, before the gradients of theirs are exchanged.
+        """Note the layers of the pass, before their gradients are exchanged.
 
         Raises:
             ConfigError: other ranks have used other layers.
@@ -91,15 +92,18 @@ class PassLayers:
             changed += sorted(self._layers ^ self._last_layers)
             self._last_layers = self._layers
         if changed:
-            self._compare(changed[0], sorted(self._layers) if torch.is_grad_enabled() else ())
+            layers: Sequence[str] = ()
+            if torch.is_grad_enabled():
+                layers = sorted(self._layers)
+            self._compare(changed[0], layers)
         self._last_parts[self.model.training] = self._parts
 
     def _compare(self, name: str, layers: Sequence[str] = ()) -> None:
         """Wait until all ranks have noted the same.
 
         Args:
-            name: of the next part, or of the first one that the last pass has used otherwise.
-            layers: that the whole pass has used.
+            name: the name of the next part, or of the first change since the last pass.
+            layers: the layers that the whole pass has used.
 
         Raises:
             ConfigError: a rank has noted something else, or nothing in time.

@@ -22,8 +22,8 @@ from flyte_ddp.training.progress import MetricSums
 from flyte_ddp.training.watch import WatchedStep
 from flyte_ddp.world import World
 
-# In place of the 0 targets of a global batch that is left out: its gradient and its mean loss are 0
-# and not NaN, and sums of targets stay exact.
+# The number of targets of a global batch that is left out. With 0, its gradient and its mean loss
+# would be NaN. Sums of targets stay exact with this number.
 NO_TARGETS = 1e-30
 
 
@@ -43,9 +43,13 @@ def forward(model: Any, parallelism: Parallelism, batch: Any) -> Any:
         outputs = model(model_inputs(parallelism, batch))
     if not parallelism.half:
         return outputs
-    return map_tensors(
-        lambda each: each.float() if each.dtype == parallelism.half else each, outputs
-    )
+
+    def widen(output: Tensor) -> Tensor:
+        if output.dtype == parallelism.half:
+            return output.float()
+        return output
+
+    return map_tensors(widen, outputs)
 
 
 def count_targets(recipe: Recipe, inputs: Any, targets: Any) -> Tensor:
@@ -94,7 +98,7 @@ def compute_gradients(
     Args:
         batches: yields the micro-batches of the watched step's shard next.
         step: optimizer steps done so far; seeds the forward passes.
-        timer: that the phases are booked on.
+        timer: adds up the time of the phases.
         watched: the step, which takes the losses.
 
     Returns:
@@ -103,11 +107,14 @@ def compute_gradients(
     recipe, world, shard = parallelism.recipe, parallelism.world, watched.shard
     total = torch.zeros((), device=world.device)
     own_targets, num_targets = shard.own_targets, shard.num_targets
+    # An unknown number of targets divides the gradients at the end.
+    divisor = 1.0 if num_targets is None else num_targets
     counted = torch.zeros((), dtype=torch.float64)
     for micro_batch, weight in enumerate(shard.weights):
         timer.begin(DATA)
         inputs, targets, *stand_in = next(batches)
-        weight *= stand_in[0] if stand_in else 1.0
+        if stand_in:
+            weight *= stand_in[0]
         timer.begin(FORWARD)
         seed_forward(parallelism.config, world, step, micro_batch)
         is_last = micro_batch == len(shard.weights) - 1
@@ -118,10 +125,9 @@ def compute_gradients(
             total += loss_sum.detach()
             watched.add(losses, total, is_last, world)
             timer.begin(BACKWARD)
-            # It averages over the ranks. Times their number that is the sum, and over the targets
-            # of the whole global batch the mean, however the batch was shared: the uneven last one
-            # included.
-            mean = loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))
+            # The backward pass averages gradients over the ranks. The factor makes it the mean over
+            # the targets of the global batch, even if the last batch is shared unevenly.
+            mean = loss_sum * (world.world_size / divisor)
             parallelism.scaler.scale(mean).backward()
             timer.end()
         if num_targets is None:
@@ -129,10 +135,14 @@ def compute_gradients(
     parallelism.check_gradients(replica, step)
     if own_targets is None or num_targets is None:
         own_targets, num_targets = float(counted), world.all_reduce(counted)[0] or NO_TARGETS
-        for parameter in replica.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(num_targets)
+        _divide_gradients(replica, num_targets)
     return MetricSums(total, own_targets, num_targets, shard.num_samples, num_steps=1)
+
+
+def _divide_gradients(replica: Any, divisor: float) -> None:
+    for parameter in replica.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor)
 
 
 def clip_gradients(model: nn.Module, parallelism: Parallelism, needed: bool) -> float:
@@ -141,10 +151,14 @@ def clip_gradients(model: nn.Module, parallelism: Parallelism, needed: bool) -> 
     Returns:
         The norm before that if `needed`, else 0: reading it waits for the device.
     """
-    if max_norm := parallelism.config.gradient_clip_norm:
+    max_norm = parallelism.config.gradient_clip_norm
+    if max_norm:
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return float(parallelism.gather(norm)) if needed else 0.0
-    return gradient_norm(model, parallelism) if needed else 0.0
+    if not needed:
+        return 0.0
+    if max_norm:
+        return float(parallelism.gather(norm))
+    return gradient_norm(model, parallelism)
 
 
 def gradient_norm(model: nn.Module, parallelism: Parallelism) -> float:

@@ -25,33 +25,36 @@ class Progress:
     """
 
     step: int = 0  # optimizer steps since the start of the run
-    epoch: int = 1  # the current one, from 1
-    batch: int = 0  # global batches of it that are done
-    # since the last evaluation, over the targets of all ranks, up to the last checkpoint
+    epoch: int = 1  # the current epoch, from 1
+    batch: int = 0  # global batches of the epoch that are done
+    # The four sums cover all ranks, from the last evaluation to the last checkpoint.
     loss_sum: float = 0.0
-    num_targets: float = 0.0  # likewise
-    num_samples: int = 0  # likewise
-    seconds: float = 0.0  # likewise, wall-clock
-    learning_rate: float = 0.0  # of the optimizer's first group, in the last step
-    # of the last steps, if they are compared; those that were finite
+    num_targets: float = 0.0
+    num_samples: int = 0
+    seconds: float = 0.0  # wall-clock
+    learning_rate: float = 0.0  # rate of the optimizer's first group in the last step
+    # the finite losses of the last steps, if losses are compared
     losses: list[float] = field(default_factory=list)
-    # (epoch, batch) of those that are left out, and of the states that a bad step went back to
+    # (epoch, batch) of each batch that is left out
     left_out: list[list[int]] = field(default_factory=list)
+    # (epoch, batch) of each state to which a bad step went back
     rewinds: list[list[int]] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)
-    # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
+    # `epochs` as lines of JSON, so that the time of a checkpoint does not grow with their number
     _lines: str = ""
 
     def find_end(self, num_batches: int, interval: int) -> int:
         """Return the batch before which the next evaluation is due.
 
         Args:
-            num_batches: of an epoch.
+            num_batches: the number of batches in an epoch.
             interval: steps between two evaluations; 0 for one after each epoch.
         """
         if not interval:
             return num_batches
-        evaluated = self.epochs[-1].step if self.epochs else 0
+        evaluated = 0
+        if self.epochs:
+            evaluated = self.epochs[-1].step
         left = evaluated + interval - self.step
         return min(num_batches, self.batch + max(0, left))
 
@@ -78,7 +81,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Return what `to_dict` made `values` from."""
+        """Return the progress from which `to_dict` made `values`."""
         lines = values["epochs"]
         epochs = [EpochFinished(**json.loads(line)) for line in lines.splitlines()]
         return cls(**{**values, "epochs": epochs, "_lines": lines})
@@ -89,7 +92,7 @@ class Stretch:
     """The steps from one evaluation, or a restart, to the next evaluation."""
 
     device: torch.device
-    before: Progress  # as the stretch begins: its sums are those of an earlier attempt
+    before: Progress  # progress at the start of the stretch, with an earlier attempt's sums
 
     def __post_init__(self) -> None:
         self.sums = MetricSums.zero(self.device)
@@ -103,14 +106,14 @@ class Stretch:
 
 @dataclass
 class MetricSums:
-    """Sums over the samples of a stretch of training. The loss stays on the device: reading it
-    would wait for it.
+    """Sums over the samples of a stretch of training. The loss stays on the device, because reading
+    it would wait for the device.
     """
 
     loss_sum: Tensor
-    own_targets: float | Tensor = 0.0  # of this rank
-    num_targets: float | Tensor = 0.0  # of all ranks
-    num_samples: int = 0  # of all ranks
+    own_targets: float | Tensor = 0.0  # number of this rank's targets
+    num_targets: float | Tensor = 0.0  # number of targets on all ranks
+    num_samples: int = 0  # number of samples on all ranks
     num_steps: int = 0
     started: float = field(default_factory=time.perf_counter)
 

@@ -1,8 +1,8 @@
-"""A step of a recipe's run once more: the state that it is built from, the trainer of one rank up
-to its gradient, and what is seen of it.
+"""Replay a step of a recipe's run: load the state before the step, train up to the step's gradient,
+and describe the step.
 
-The steps are those of the ordinary trainer, so that the gradient is the run's to the bit. Nothing
-is written to the run's place.
+The ordinary trainer takes the steps, so the gradient equals the run's to the bit. Nothing is
+written to the run's place.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from flyte_ddp.training.watch import LossWatch, WatchedStep
 
 
 def find_state(place: str, step: int) -> tuple[int, bool, dict[str, Any], list[list[int]]]:
-    """Return the newest state before a step: the steps that it is after, whether it was kept
-    because the step was bad, and its values. And the batches that the run has left out so far.
+    """Return the newest state before a step: the number of its last step, whether it was kept
+    because the step was bad, its values, and the batches that the run has left out so far.
 
     Raises:
-        ConfigError: there is no such state, or it is none of a recipe's run; the run never took the
-            step.
-        CheckpointError: it is damaged.
+        ConfigError: there is no such state, the run is no recipe's, or the run never took the step.
+        CheckpointError: the state is damaged.
     """
     steps = dict.fromkeys(stored_steps(place), False)
     steps |= {bad - 1: True for bad in stored_steps(place, BAD_STEP) if bad == step}
     start = max((each for each in steps if each < step), default=None)
     if start is None:
-        found = f"the first one after step {min(steps)}" if steps else "none"
+        found = "none"
+        if steps:
+            found = f"the first one after step {min(steps)}"
         raise ConfigError(f"replay: expected a state before step {step} in {place}, got {found}")
     store, end = CheckpointStore(place, 1), max(steps)
     states = {each: store.load(each + steps[each], is_bad=steps[each]) for each in {start, end}}
@@ -67,27 +68,28 @@ def find_state(place: str, step: int) -> tuple[int, bool, dict[str, Any], list[l
         raise ConfigError(f"replay: expected the run of a recipe {what}, got {place}")
     config = state["config"]
     batches = -(-state["data_facts"]["number of training samples"] // config["global_batch_size"])
-    # each epoch leaves a state
-    if step > (last := batches * min(config["epochs"], end // batches + 1)):
+    # Each epoch leaves a state, so the run may have gone one epoch beyond the newest state.
+    last = batches * min(config["epochs"], end // batches + 1)
+    if step > last:
         why = f"because the newest state is that after step {end} of {batches * config['epochs']}"
         raise ConfigError(f"--step: expected at most {last}, {why}, got {step}")
     return start, steps[start], state, states[end]["progress"]["left_out"]
 
 
 class _Reached(Exception):
-    """The gradient of the step is there, and its update is not done."""
+    """The gradient of the step is computed, and its update is not done."""
 
 
 @dataclass(frozen=True)
 class ReplayCall:
-    """The program of the ranks of a replay. Returns what is seen of the step, and that as text.
+    """The program of the ranks of a replay. Returns the facts of the step, and the same as text.
 
     Args:
-        step: its number, from 1.
-        start, is_bad, left_out: as of `find_state`.
-        num_threads: of each rank; 0 for as many as its machine has for it.
+        step: the step's number, from 1.
+        start, is_bad, left_out: see `find_state`.
+        num_threads: threads of each rank; 0 for the machine's default.
         without: index or key of a sample to leave out of the step; "" for none.
-        terminal: what the names of a terminal's pipes begin with; "" for none.
+        terminal: the beginning of the names of a terminal's pipes; "" for none.
     """
 
     recipe: str
@@ -106,10 +108,11 @@ class ReplayCall:
         return json.dumps([plain(seen), describe(seen)]).encode()
 
     def replay(self, parallelism: Parallelism, current: Session) -> dict[str, Any]:
-        """Return what is seen of the step, the same on all ranks.
+        """Return the facts of the step, the same on all ranks.
 
         Raises:
-            ConfigError: the run never took it, or it has no such sample; also as `Trainer.resume`.
+            ConfigError: the run never took the step, or the step has no such sample; also the
+                errors of `Trainer.resume`.
         """
         if self.num_threads:
             torch.set_num_threads(self.num_threads)
@@ -124,22 +127,27 @@ class ReplayCall:
 
 @dataclass(eq=False)
 class _ReducedShards(EpochShards):
-    """Shards, one of which has some of its samples alone. Each sample stays on its rank."""
+    """Shards of an epoch. One batch keeps only some of its samples, each on its rank."""
 
     batch: int
-    left: torch.Tensor  # (B,): the samples of that batch on all ranks
+    left: torch.Tensor  # (B,): the samples that the batch keeps, on all ranks
 
     def make(self, number: int, batch: torch.Tensor) -> BatchShard:
         shard = super().make(number, batch)
         if number != self.batch:
             return shard
         left = [part[torch.isin(part, self.left)] for part in shard.micro_batches]
+        parts, weights = [], []
+        for part, weight in zip(left, shard.weights, strict=True):
+            if len(part):
+                parts.append(part)
+                weights.append(weight)
+            else:
+                parts.append(self.left[:1])
+                weights.append(0.0)
         return BatchShard(
-            [part if len(part) else self.left[:1] for part in left],
-            [
-                weight if len(part) else 0.0
-                for part, weight in zip(left, shard.weights, strict=True)
-            ],
+            parts,
+            weights,
             self.samples.num_targets(torch.cat(left)),
             self.samples.num_targets(self.left),
             len(self.left),
@@ -147,7 +155,7 @@ class _ReducedShards(EpochShards):
 
 
 class _WatchUpTo(LossWatch):
-    """Ends the training in a step, behind its gradient."""
+    """Ends the training in a step, after the step's gradient is computed."""
 
     last_step: int
 
@@ -161,10 +169,10 @@ class Replay(Trainer):
     """A trainer that goes up to the gradient of a step, and saves nothing."""
 
     place = 0, 0  # epoch and batch of the step
-    samples: Sequence[int] = ()  # of the step on all ranks, without those that are left out
+    samples: Sequence[int] = ()  # the step's samples on all ranks, without the left-out sample
 
     def begin(self, call: ReplayCall) -> None:
-        """Go to the state before the step. Every rank calls it. Raises as `ReplayCall.replay`."""
+        """Go to the state before the step. Every rank calls it. Raises like `ReplayCall.replay`."""
         trained, config, world = self.state, self.parallelism.config, self.parallelism.world
         self.checkpoints.is_read_only = True
         state = CheckpointStore(call.place, 1).load(
@@ -178,8 +186,10 @@ class Replay(Trainer):
         epoch, batch = divmod(call.step - 1, num_batches(self.train, config))
         self.place, progress = (epoch + 1, batch), trained.progress
         before = [each for each in progress.left_out if each < [progress.epoch, progress.batch]]
-        # what the run met between the state and a step that it left out is met again
-        progress.left_out = before if [*self.place] in call.left_out else call.left_out
+        # If the run left out the step itself, the replay takes all steps since the state.
+        progress.left_out = call.left_out
+        if [*self.place] in call.left_out:
+            progress.left_out = before
         alone = dataclasses.replace(world, rank=0, world_size=1)
         whole = epoch_shards(self.train, config, alone, self.place[0])[batch]
         keys = {each: self.watch.key(each) for each in torch.cat([*whole.micro_batches]).tolist()}
@@ -190,9 +200,9 @@ class Replay(Trainer):
                 f"--without: expected index or key of one of several samples of step "
                 f"{call.step}, such as {named}, got {call.without!r}"
             )
-        # the hooks of a compiled model would change what is compiled
-        for name, module in () if config.compile else trained.model.named_modules():
-            module.register_forward_hook(functools.partial(self._look, name))
+        if not config.compile:  # hooks would change a compiled model
+            for name, module in trained.model.named_modules():
+                module.register_forward_hook(functools.partial(self._look, name))
 
     def shards(self) -> EpochShards:
         shards, (epoch, batch) = super().shards(), self.place
@@ -202,7 +212,7 @@ class Replay(Trainer):
         return _ReducedShards(shards.samples, shards.plan, shards.size, batch, left)
 
     def _look(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Note the first module whose output is not finite in the step: a hook of all modules."""
+        """Note the first module in the step whose output is not finite. A hook of all modules."""
         is_due = self.state.progress.step == self.watch.last_step - 1 and torch.is_grad_enabled()
         if is_due and not self.first and not _is_finite(outputs):
             self.first = {
@@ -213,10 +223,10 @@ class Replay(Trainer):
             }
 
     def describe(self, terminal: str) -> dict[str, Any]:
-        """Return what is seen of the step. Every rank calls it.
+        """Return the facts of the step. Every rank calls it.
 
         Args:
-            terminal: gets the rank of the worst sample.
+            terminal: debugs the rank of the worst sample; "" for none.
         """
         world, watched, state = self.parallelism.world, self.watch.last, self.state
         assert watched is not None  # the step was reached
@@ -227,13 +237,13 @@ class Replay(Trainer):
         every = [
             world.broadcast_object([own, self.first], rank) for rank in range(world.world_size)
         ]
-        # one that stands in for none is on its own rank as well
+        # A sample that stands in for an empty part is also on its own rank.
         rows = {row[1]: row for found, _ in reversed(every) for row in found}
         worst = sorted(rows.values(), key=lambda row: row[0], reverse=True)
         parameters = dict(state.model.named_parameters())
         gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
         scale, norm_of = state.scaler.get_scale(), torch.linalg.vector_norm
-        norms = {  # for which a GPU is waited for
+        norms = {  # waits for a GPU
             name: float(self.parallelism.gather(norm_of(each))) / scale
             for name, each in gradients.items()
         }
@@ -264,7 +274,7 @@ class Replay(Trainer):
             with open(f"{terminal}-in") as stdin, open(f"{terminal}-out", "w") as stdout:
                 with contextlib.suppress(bdb.BdbQuit):
                     pdb.Pdb(stdin=stdin, stdout=stdout, nosigint=True).set_trace()
-                    stdout.flush()  # it stops here: model, batch and losses are those of this rank
+                    stdout.flush()  # Pdb stops here: see model, batch and losses of this rank
         world.all_reduce(0.0)
 
 
@@ -273,25 +283,27 @@ def _is_finite(value: Any) -> bool:
 
 
 def describe(seen: dict[str, Any]) -> str:
-    """Return what was seen, as text."""
+    """Return the facts of a step as text."""
+    plural = "s" * (seen["num_ranks"] > 1)
     lines = [
-        f"step {seen['step']} (epoch {seen['epoch']}) on {seen['num_ranks']} "
-        f"rank{'s' * (seen['num_ranks'] > 1)}: loss "
+        f"step {seen['step']} (epoch {seen['epoch']}) on {seen['num_ranks']} rank{plural}: loss "
         f"{seen['loss']:.5g}, gradient's norm {seen['gradient_norm']:.5g}"
     ]
     if not seen["weights_are_finite"]:
         lines.append("the weights were not finite before this step: replay the one before it")
-    if first := seen["first_not_finite"]:
+    first = seen["first_not_finite"]
+    if first:
+        kind = "not finite either"
+        if first["input_is_finite"]:
+            kind = "finite"
         lines.append(
             f"the first output that is not finite: {first['name'] or 'the model'} "
-            f"({first['kind']}) on rank {first['rank']}; its input is "
-            f"{'finite' if first['input_is_finite'] else 'not finite either'}"
+            f"({first['kind']}) on rank {first['rank']}; its input is {kind}"
         )
-    samples = [
-        f"{each['index']:<8}{each['rank']:<6}{each['loss']:<12.5g}{each['largest_value']:<15.5g}"
-        f"{each['key']}".rstrip()
-        for each in seen["samples"]
-    ]
+    samples = []
+    for each in seen["samples"]:
+        start = f"{each['index']:<8}{each['rank']:<6}{each['loss']:<12.5g}"
+        samples.append(f"{start}{each['largest_value']:<15.5g}{each['key']}".rstrip())
     norms = [f"{norm:<14.5g}{name}" for name, norm in seen["gradient_norms"].items()]
     head = "sample  rank  loss        largest value  key"
     return "\n".join([*lines, "", head, *samples, "", "gradient norm parameter", *norms])

@@ -68,7 +68,7 @@ class TrainedState:
         self.average.load(state.get("average", {}))
 
     def boxes(self) -> BoxOf:
-        """Return what this rank keeps of each tensor of a checkpoint."""
+        """Return the boxes of a checkpoint's tensors that this rank keeps."""
         averages = {("average", name): each for name, each in self.average.values.items()}
         return own_boxes(self.model, {("optimizer",): self.optimizer}, averages)
 
@@ -82,14 +82,12 @@ class TrainedState:
     def best(self) -> EpochFinished:
         """The best of the finished epochs, by `config.monitor`."""
         best = find_best(self.progress.epochs, self.config.monitor)
-        assert best is not None  # there is one
+        assert best is not None  # at least one epoch is finished
         return best
 
     @property
     def is_done(self) -> bool:
-        """True once all epochs are trained, or `patience` of the evaluations were not better than
-        one before.
-        """
+        """True once all epochs are trained, or `patience` evaluations brought no new best."""
         progress, config = self.progress, self.config
         if progress.epoch > config.epochs:
             return True
@@ -102,4 +100,6 @@ class TrainedState:
         for none.
         """
         best = find_best(Progress.from_dict(state["progress"]).epochs, self.config.monitor)
-        return best.step if best and self.config.model_state == "best" else 0
+        if best is None or self.config.model_state != "best":
+            return 0
+        return best.step

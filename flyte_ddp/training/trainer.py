@@ -137,7 +137,7 @@ class Trainer:
             bad_steps.check_gradient(watched, norm)
         if not progress.is_left_out(progress.batch):
             progress.learning_rate = state.schedule.begin_step(progress.step)
-            state.scaler.step(state.optimizer)  # not where a gradient overflows
+            state.scaler.step(state.optimizer)  # skips the step if a gradient overflows
             state.scaler.update()
             state.average.update(progress.step)
             self.measures.add(sums)

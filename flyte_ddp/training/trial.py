@@ -28,28 +28,28 @@ from flyte_ddp.training.optim import Schedule, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
 
-GRADIENT = 1e-3  # of each weight, in the trial's steps
-TOLERANCE = 1e-4  # of the size of a step
+GRADIENT = 1e-3  # the gradient of each weight in the trial's steps
+TOLERANCE = 1e-4  # the tolerance relative to the size of a step
 
-Update = tuple[float, float]  # size and sum of what a step has changed of a parameter
+Update = tuple[float, float]  # norm and sum of a step's change of a parameter
 
 
 def check_resuming(model: nn.Module, parallelism: Parallelism, num_steps: int) -> None:
-    """Check that the recipe's own optimizer and schedule go on from what they save as they would
-    without it. Every rank calls it, at the start of a new run and of one with another number of
-    ranks.
+    """Check that the recipe's own optimizer and schedule continue after a save and a load as they
+    would without. Every rank calls it, at the start of a new run and after a change of the number
+    of ranks.
 
     Two steps of the optimizer are put back, with all that they change: see `unchanged`.
 
     Raises:
-        ConfigError: what is saved does not come back equal, or the next step is another one; one
+        ConfigError: the loaded state differs from the saved state, or the next step differs; one
             line.
     """
     recipe, config = parallelism.recipe, parallelism.config
     if OWN not in (config.optimizer, config.schedule):
         return
     with unchanged(model, recipe), _quiet():
-        # both before the first step, as the optimizer of a restart is made before its load
+        # A restart makes its optimizer before the load, so both are made before the first step.
         first, second = (open_optimizer(recipe, model, config) for _ in range(2))
         _check_schedule_state(parallelism, [first, second], num_steps)
         if config.optimizer == OWN:
@@ -77,7 +77,7 @@ def _check_optimizer(
     saved = _save(model, first, parallelism)
     weights = [local_part(each).detach().to("cpu", copy=True) for each in model.parameters()]
     expected = _take_next_step(model, first, weights)
-    first.state.clear()  # the device need not hold two of them
+    first.state.clear()  # the device need not hold two states
     _load_weights(model, weights)
     with _explained(f"{place}: expected an optimizer that loads what its state_dict() returns"):
         load_optimizer(second, saved)
@@ -101,10 +101,10 @@ def check_schedule(
     first_step: int,
 ) -> None:
     """Check that the recipe's own schedule has a rate for each step of the run from `first_step`
-    on. A scheduler of torch is tried on a copy, in the state that `schedule` has.
+    on. A copy of a scheduler of torch is tried, with the state of `schedule`.
 
     Raises:
-        ConfigError: it has none for one of them; one line.
+        ConfigError: a step has no rate; one line.
     """
     recipe, config = parallelism.recipe, parallelism.config
     if config.schedule != OWN:
@@ -124,11 +124,11 @@ def check_schedule(
 def check_length(
     model: nn.Module, parallelism: Parallelism, num_steps: int, epochs: int, url: str
 ) -> None:
-    """Check that a scheduler of a run with other `epochs`, whose checkpoint is at `url`, is one of
-    this run's length as well.
+    """Check that the scheduler in the checkpoint at `url` does not depend on the number of epochs,
+    if the checkpoint's run had other `epochs`.
 
     Raises:
-        ConfigError: it is not, and would go on with the other length; one line.
+        ConfigError: the scheduler would go on with the other length; one line.
     """
     recipe, config = parallelism.recipe, parallelism.config
     if config.schedule != OWN or epochs == config.epochs:
@@ -165,7 +165,7 @@ def _explained(expected: str) -> Iterator[None]:
 
 
 def _take_step(model: nn.Module, optimizer: Optimizer) -> None:
-    torch.manual_seed(0)  # of an optimizer that draws
+    torch.manual_seed(0)  # an optimizer may draw random numbers
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, GRADIENT)
@@ -175,7 +175,7 @@ def _take_step(model: nn.Module, optimizer: Optimizer) -> None:
 def _take_next_step(
     model: nn.Module, optimizer: Optimizer, weights: Sequence[Tensor]
 ) -> list[Update]:
-    """Take a step at half of the rates; return what it has changed of each of `weights`."""
+    """Take a step at half of the rates; return how it has changed each of `weights`."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0.5
     _take_step(model, optimizer)
@@ -202,12 +202,17 @@ def _save(model: nn.Module, optimizer: Optimizer, parallelism: Parallelism) -> d
     """Return an optimizer's state as a restart would read it: this rank's part, on the CPU. Every
     rank calls it.
     """
-    world = parallelism.world if parallelism.is_collective else ALONE
+    world = ALONE
+    if parallelism.is_collective:
+        world = parallelism.world
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        return tensor.detach().to("cpu", copy=True)
+
     state = {"optimizer": optimizer.state_dict()}
-    part = map_tensors(
-        collect(state, world.is_first),
-        lambda each: each if each.is_meta else each.detach().to("cpu", copy=True),
-    )
+    part = map_tensors(collect(state, world.is_first), copy)
     boxes = own_boxes(model, {("optimizer",): optimizer})
     entries = [{"rank": rank} for rank in range(world.world_size)]
     return dict(assemble(entries, lambda entry: part, world, boxes)["optimizer"])
@@ -220,7 +225,8 @@ def _load_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
 
 
 def _check_equal(found: Any, saved: Any, place: str) -> None:
-    if difference := find_changed_value(found, saved):
+    difference = find_changed_value(found, saved)
+    if difference:
         raise ConfigError(
             f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
             f"value of {difference} after a save and a load"

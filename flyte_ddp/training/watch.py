@@ -1,9 +1,9 @@
 """The watch over the loss of every step: which step is bad, and the samples behind it.
 
 The sum of the ranks' losses is all-reduced while the last backward pass of a step runs, so that all
-ranks judge the same value. On CPUs, where that takes some percent of a small model's step, each
-rank judges its own loss if the run only has to end at one that is not finite. Knows neither the
-model nor what is done about a bad step.
+ranks judge the same value. On CPUs the all-reduce takes some percent of a small model's step. There
+each rank judges its own loss, if the run only has to end at a loss that is not finite. This module
+knows neither the model nor what is done about a bad step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.training.progress import Progress
 from flyte_ddp.world import World
 
-WINDOW = 128  # finite losses whose median a loss is compared with
+WINDOW = 128  # number of finite losses in the median for the comparison
 
 
 @dataclass(eq=False)
@@ -37,12 +37,12 @@ class WatchedStep:
 
     shard: BatchShard
     is_shared: bool  # all ranks judge the sum of their losses
-    losses: list[Tensor] = field(default_factory=list)  # of each micro-batch, from the recipe
-    total: Tensor | None = None  # of the losses of all ranks, or of this one
+    losses: list[Tensor] = field(default_factory=list)  # the recipe's losses of each micro-batch
+    total: Tensor | None = None  # the sum of the losses of all ranks, or of this rank
     work: Any = None  # the all-reduce of `total`
-    step: int = 0  # its number, from 1
+    step: int = 0  # the step's number, from 1
     epoch: int = 0
-    is_ready: Any = None  # on a GPU the event after which `total` can be read
+    is_ready: Any = None  # the event on a GPU after which `total` can be read
 
     def add(self, losses: Tensor, total: Tensor, is_last: bool, world: World) -> None:
         """Note the losses of a micro-batch, and this rank's sum so far; call it before the backward
@@ -62,15 +62,16 @@ class LossWatch:
         self.config, self.world, self.samples = config, world, samples
         only_ends = not config.spike_factor and config.on_bad_step == "stop"
         self.is_shared = world.world_size > 1 and not (only_ends and world.device.type == "cpu")
-        self.key = getattr(samples.dataset, "key", lambda _: "")  # of a sample, by its index
+        # returns the key of a sample, given its index
+        self.key = getattr(samples.dataset, "key", lambda _: "")
         self._waiting: deque[WatchedStep] = deque()
         self.last: WatchedStep | None = None
 
     def end(self, watched: WatchedStep, num_targets: float | Tensor, progress: Progress) -> None:
-        """Take a step whose gradient is computed, and which is to be taken."""
-        assert watched.total is not None  # of the last micro-batch
+        """Queue a step for judgement after its gradient is computed, before its update."""
+        assert watched.total is not None  # the last micro-batch has set it
         if watched.work:
-            watched.work.wait()  # on a GPU its stream waits, and not this process
+            watched.work.wait()  # on a GPU the stream waits, and not this process
         watched.step, watched.epoch = progress.step + 1, progress.epoch
         mean = watched.total / num_targets
         if self.world.device.type == "cuda":
@@ -84,17 +85,18 @@ class LossWatch:
         self._waiting.append(watched)
 
     def find_bad(self, progress: Progress, may_wait: bool = True) -> StepFoundBad | None:
-        """Return the first bad one of the steps that are not judged yet; None without one.
+        """Return the first bad step among the steps that are not judged yet; None if all are good.
 
         Args:
-            may_wait: judge the last step as well, for which a GPU would be waited for.
+            may_wait: judge the last step, too, and wait for the GPU if necessary.
         """
         while len(self._waiting) > (not may_wait and self.world.device.type == "cuda"):
             watched = self._waiting.popleft()
             if watched.is_ready:
                 watched.is_ready.synchronize()
             loss = float(watched.total)  # type: ignore[arg-type]
-            if reason := self._judge(loss, progress.losses):
+            reason = self._judge(loss, progress.losses)
+            if reason:
                 self._waiting.clear()
                 return self.blame(watched, loss, reason)
         return None
@@ -108,9 +110,12 @@ class LossWatch:
         """Return why a loss is bad, "" if it is not, and add it to the recent ones."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        if not (factor := self.config.spike_factor):
+        factor = self.config.spike_factor
+        if not factor:
             return ""
-        middle = median(recent) if recent else 0.0
+        middle = 0.0
+        if recent:
+            middle = median(recent)
         recent.append(loss)
         del recent[:-WINDOW]
         if 0 < factor * middle < loss:
@@ -118,13 +123,15 @@ class LossWatch:
         return ""
 
     def rank_samples(self, watched: WatchedStep) -> list[tuple[list[float], BadSample]]:
-        """Return this rank's samples of a step, the worst first, each with what it is sorted by:
-        its loss, NaN above all others, and its largest value.
+        """Return this rank's samples of a step with their sort keys, the worst sample first. A sort
+        key contains the loss, where NaN comes first, and the sample's largest value.
         """
         found: dict[int, tuple[list[float], BadSample]] = {}
         for index, losses in zip(watched.shard.micro_batches, watched.losses, strict=True):
             for sample, loss in zip(index.tolist(), split_losses(losses, len(index)), strict=True):
-                order = [1.0, 0.0] if math.isnan(loss) else [0.0, loss]
+                order = [0.0, loss]
+                if math.isnan(loss):
+                    order = [1.0, 0.0]
                 order.append(self._measure(sample, watched.epoch))
                 found[sample] = order, BadSample(sample, self.key(sample), loss)
         return sorted(found.values(), key=lambda each: each[0], reverse=True)
@@ -144,20 +151,22 @@ class LossWatch:
         return [BadSample(*each) for _, *each in chosen]
 
     def _measure(self, sample: int, epoch: int) -> float:
-        """Return the largest absolute value in a sample, infinite if it has one that is not finite.
+        """Return the largest absolute value in a sample; infinity if a value is not finite.
 
-        Where a layer mixes the samples of a batch, such as BatchNorm, all their losses are NaN.
+        If a layer such as BatchNorm mixes the samples of a batch, all their losses are NaN.
         """
         largest = 0.0
-        with contextlib.suppress(Exception), isolate_draws([]):  # it is only for the order
+        with contextlib.suppress(Exception), isolate_draws([]):  # the value only sorts the samples
             for tensor in tensors_in(self.samples.read(epoch, sample)):
                 value = float(tensor.double().abs().max())
-                largest = max(largest, value if math.isfinite(value) else math.inf)
+                if not math.isfinite(value):
+                    value = math.inf
+                largest = max(largest, value)
         return largest
 
 
 def split_losses(losses: Tensor, num_samples: int) -> Sequence[float]:
-    """Return the loss of each sample, NaN where a recipe's losses are not those of samples."""
+    """Return the loss of each sample; NaN if a recipe's losses do not belong to single samples."""
     if losses.numel() % num_samples or (losses.dim() > 1 and len(losses) != num_samples):
         return [math.nan] * num_samples
     return list(losses.double().reshape(num_samples, -1).sum(1).tolist())
