@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
-NUM_FILES = 2  # files of a rank's
+NUM_FILES = 2  # files of each rank
 TIMEOUT = timedelta(days=20)  # the longest wait for the next state; its milliseconds fit a C int
 HEADER_BYTES = 512  # the size of a message with a pickled `PartSaved`
 
@@ -51,7 +51,7 @@ class MemoryFile:
 
     @property
     def path(self) -> str:
-        """The path at which this process can open it."""
+        """The path at which this process can open the file."""
         return f"/proc/self/fd/{self.descriptor}"
 
     def close(self) -> None:
@@ -65,10 +65,10 @@ class MemoryFile:
 
 
 class MappedFile:
-    """A file in memory as one process writes it, again and again: a new page costs more than what
-    is written to it.
+    """A file in memory that one process writes again and again. It keeps its pages, because a new
+    page costs more than the write to it.
 
-    In a `with` block it is written from its beginning, and ends where that has ended.
+    A `with` block writes the file from its beginning, and the file ends where the block ended.
     """
 
     def __init__(self, file: MemoryFile) -> None:
@@ -85,11 +85,11 @@ class MappedFile:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: what was written is in the file."""
+        """Do nothing: all writes are in the file already."""
 
     def view(self, num_bytes: int) -> Tensor:
-        """Return so many bytes of the file, to be read or written. The tensor must be gone before
-        `write`.
+        """Return the first `num_bytes` of the file as a tensor for reads and writes. Drop the
+        tensor before `write`.
         """
         import torch
 
@@ -109,7 +109,7 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class PartSaved:
-    """A message: a file in the memory of the node has a rank's part of a state."""
+    """The message that a file in the node's memory contains a rank's part of a state."""
 
     turn: int  # counts the states that the attempt has saved in memory, from 1
     step: int
@@ -168,19 +168,19 @@ class NodeMemory:
         return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
 
     def slots_of(self, number: int) -> list[MemoryFile]:
-        """Return the files for the parts of a rank; none where there is no such memory."""
+        """Return the files for a rank's parts; none if the system has no files in memory."""
         return self._slots.get(number, [])
 
     def take(self, saved: PartSaved) -> None:
-        """Note that a file here has a part."""
+        """Note that a file here contains a part."""
         number, slot = saved.number, saved.turn % NUM_FILES
         part = Part(**vars(saved), file=self._slots[number][slot], attempt=self._attempt)
         self._parts[self._attempt, number, slot] = part
-        if saved.turn > 1:  # else the first state of this attempt would not be whole
+        if saved.turn > 1:  # the attempt's first state may still lack other ranks' parts
             self._drop(each for each in self._parts.values() if each.attempt != self._attempt)
 
     def keep_only(self, attempt: int, turn: int) -> None:
-        """Free all that earlier attempts have left but the state from which this one goes on."""
+        """Free the states of earlier attempts, except the state from which this attempt resumes."""
         others = [
             each for each in self._parts.values() if (each.attempt, each.turn) != (attempt, turn)
         ]
@@ -202,7 +202,7 @@ class NodeMemory:
 
     def _drop(self, parts: Iterable[Part]) -> None:
         for part in list(parts):
-            # ranks may have it open, as what they have gone on from
+            # Ranks that resumed from this part may have the file open.
             os.ftruncate(part.file.descriptor, 0)
             part.file.close()
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
@@ -230,14 +230,14 @@ class Slots:
 
     @property
     def is_ready(self) -> bool:
-        """True when the last part is here and where it is copied to, so that the one before it may
+        """True when the last part is here and on the node of the copy. The part before it may then
         be overwritten.
         """
         return bool(self._files) and self._complete_turn == self._turn
 
     def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
-        """Write a part: nothing is ready until it is complete. `save` writes it to a file, and
-        returns its size and checksum.
+        """Write a part. `is_ready` is False until the part is complete. `save` writes the part to a
+        file, and returns its size and checksum.
         """
         self._turn += 1
         with self._files[self._turn % NUM_FILES] as file:
@@ -257,7 +257,7 @@ class Slots:
         import torch
 
         try:
-            store = self.open_store().clone()  # other threads use the connection of the first one
+            store = self.open_store().clone()  # other threads use the first connection
             store.set(_name_copies(self.rank), "")
             group = _connect(self.rank, 0, store)
             while True:
@@ -268,7 +268,7 @@ class Slots:
                 group.send([file.view(part.num_bytes)], 1, 0).wait()
                 group.recv([torch.zeros(1)], 1, 0).wait()
                 self._complete_turn = part.turn
-        except RuntimeError as error:  # nothing is ready any more
+        except RuntimeError as error:  # `is_ready` stays False from now on
             reason = str(error).partition("\n")[0]
             logger.warning(
                 "no more states are kept in memory: they cannot be copied to another node: %s",
@@ -282,8 +282,8 @@ def receive_copies(
     send: Callable[[PartSaved], None],
     open_store: Callable[[], Store],
 ) -> None:
-    """Take the parts of a rank of another node into the memory of this one, for as long as there
-    are any. Arguments as of `Slots`; `source` is that rank.
+    """Receive the parts of the rank `source` of another node into this node's memory, until one of
+    them ends. For the other arguments see `Slots`.
     """
     import torch
 
@@ -308,8 +308,8 @@ def _name_copies(source: int) -> str:
 
 
 def _connect(source: int, rank: int, store: Store) -> Any:
-    """Return the process group of the rank `source`, which is rank 0 of it, and of the one that has
-    its copies.
+    """Return the process group of two ranks: `source`, which is rank 0 of the group, and the rank
+    with its copies.
     """
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
@@ -317,7 +317,7 @@ def _connect(source: int, rank: int, store: Store) -> Any:
 
 
 def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
-    """Return, for people, the memory of these nodes of a gang."""
+    """Return words for the memory of these nodes of a gang."""
     if num_nodes == 1:
         return "this node's memory"
     *others, last = sorted(set(nodes))

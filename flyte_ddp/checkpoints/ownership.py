@@ -45,9 +45,9 @@ class Owner:
     token: str  # identifies the process that drives the run
     run: str  # the same for all attempts of a run: Flyte's execution and node; "" for a local run
     host: str
-    machine: str  # names the kernel and the process namespace that `pid` belongs to
+    machine: str  # names the kernel and the process namespace of `pid`
     pid: int
-    # names the process that has had `pid` since then; a process number is used again
+    # start time of the process, because another process may get the same `pid` later
     process_start: str
     since: str  # UTC, ISO 8601
     beat_at: float  # last heartbeat, seconds since the epoch by the owner's clock
@@ -55,8 +55,8 @@ class Owner:
     released: bool = False
 
     def is_over(self, run: str) -> bool | None:
-        """Return whether this owner has ended, as seen by an attempt of `run`; None where only its
-        lease can tell.
+        """Return whether this owner has ended, from the view of an attempt of `run`. None if only
+        its lease can show it.
         """
         if self.released:
             return True
@@ -114,7 +114,7 @@ class Ownership:
             contents, other = read_owner(self._storage)
             is_over = other is None or other.is_over(self._owner.run)
             if is_over or (contents == watched and time.monotonic() > over_at):
-                with contextlib.suppress(FileChanged):  # another process was quicker: look again
+                with contextlib.suppress(FileChanged):  # another process was quicker, so look again
                     self._put(self._storage, contents)
                     break
             elif is_over is False or contents != watched != b"":
@@ -141,7 +141,7 @@ class Ownership:
         trace: TracebackType | None,
     ) -> None:
         self._has_ended.set()
-        # A bounded wait: a process that was asked to stop has seconds, and its store may hang.
+        # The wait is bounded: a process that was asked to stop has seconds, and a store may hang.
         self._thread.join(ANSWER_TIMEOUT)
 
     def _put(self, storage: Storage, replaced: bytes, released: bool = False) -> None:
@@ -150,13 +150,13 @@ class Ownership:
         storage.replace(OWNER, contents, replaced)
 
     def _beat(self) -> None:
-        """Send heartbeats to the end, and release the place then. Nothing else ends them: without
-        them another run may take the place.
+        """Send heartbeats until the end, and then release the place. Errors do not end the
+        heartbeats, because another run may take the place without them.
         """
         is_over = False
         while not is_over:
             is_over = self._has_ended.wait(BEAT_INTERVAL)
-            # Rank 0 finds out as well before it writes, and reports it.
+            # Rank 0 checks the owner before it writes, and reports a change.
             with contextlib.suppress(Exception):
                 contents, other = read_owner(self._beats)
                 if other is None or other.token == self.token:
@@ -164,8 +164,8 @@ class Ownership:
 
 
 def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
-    """Return the contents of `owner.json`, b"" for no file, and the owner in them; None where they
-    name none.
+    """Return the contents of `owner.json` and the owner. The contents are b"" without a file. The
+    owner is None if the contents name none.
     """
     try:
         contents = storage.read(OWNER)
@@ -179,7 +179,7 @@ def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
 
 def check_owner(storage: Storage, token: str) -> None:
     """Raise ConfigError if the place of `storage` does not belong to the run with this token any
-    more; "" is the token of a place that nothing else uses.
+    more. The token "" stands for a place without other users, which is not checked.
     """
     owner = None
     if token:
@@ -192,8 +192,8 @@ def check_owner(storage: Storage, token: str) -> None:
 
 
 def _read_machine() -> str:
-    """Return the boot and the process namespace, in which a process number means one process; ""
-    where there is no /proc.
+    """Return a name of the boot and the process namespace, in which a process number is unique; ""
+    if there is no /proc.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

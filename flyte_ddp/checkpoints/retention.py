@@ -27,7 +27,7 @@ class Retention:
     num_kept: int  # newest checkpoints that stay; the best one stays besides
     owner: str  # the owner's token, see `CheckpointStore`
     resumed: str = ""  # the manifest that the run goes on from; older ones are its own
-    # the manifests of the run, by name: written or read here, or older than what it goes on from
+    # the run's manifests by name: written or read by this process, or older than `resumed`
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
@@ -35,7 +35,7 @@ class Retention:
         check_owner(storage, self.owner)
         mark = f"skipped-{uuid.uuid4().hex[:8]}-"
         stem = manifest_name.removesuffix(".json")
-        # The manifest goes last: without it, tensors that are left would be found by nothing.
+        # The manifest is renamed last: without it, nothing would find the tensors that are left.
         names = [
             name for name in storage.names() if name.startswith(f"{stem}-") and is_tensors(name)
         ]
@@ -48,10 +48,11 @@ class Retention:
         )
 
     def keep_newest(self, keeps_best: bool) -> bool:
-        """Delete from now on all checkpoints but the newest; return whether there were others.
+        """Delete all checkpoints but the newest, now and in the future. Return whether there were
+        others.
 
         Args:
-            keeps_best: the best one stays too.
+            keeps_best: keep the best checkpoint, too.
         """
         self.num_kept, num_before = 1, len(self.own)
         if not keeps_best:
@@ -62,7 +63,7 @@ class Retention:
         return len(self.own) < num_before
 
     def prune(self, newest: str) -> None:
-        """Delete what newer checkpoints replace, and what killed writers have left."""
+        """Delete the checkpoints that newer ones replace, and files that killed writers left."""
         names = set(self.storage.names())
         for name in filter(is_manifest, names):
             if name <= self.resumed and name not in self.own:
@@ -73,8 +74,8 @@ class Retention:
         own = sorted(name for name in self.own if name <= newest)
         best = [name for name in own if self.own[name].get("best")]
         kept = {*own[-self.num_kept :], *best[-1:]}
-        # Manifests go first: without one a checkpoint does not exist, with one it must be whole. A
-        # later step that was saved before would be taken for the newest.
+        # Manifests are deleted first: a checkpoint with a manifest must be whole. Later steps are
+        # deleted, too, because an older save of a later step would look like the newest.
         for name in list(self.own):
             if name not in kept:
                 self.storage.delete(name)

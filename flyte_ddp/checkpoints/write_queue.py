@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class WriteQueue:
-    """While one state is written, another one waits, which a newer one replaces. The best one so
-    far waits too.
+    """The states that wait for the writer: the newest state, and the best state so far. A newer
+    state replaces the newest that waits.
     """
 
     writer: Writer
-    # nothing resumes any more: on a full disk the model counts more than checkpoints
+    # The training is over: on a full disk the model counts more than checkpoints.
     has_finished: bool = False
     _waiting: list[Write] = field(default_factory=list)
     _current: Write | None = None  # the state that is being written
-    _failure: Exception | None = None  # final
+    _failure: Exception | None = None  # the error that has ended the writing
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
 
@@ -103,8 +103,8 @@ class WriteQueue:
                 self._finish(write)
 
     def _next(self) -> Write:
-        """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0
-        has begun.
+        """Wait for a state to write, and take it from the queue: the oldest state, or on other
+        ranks the state that rank 0 has begun.
         """
         pause = POLL_INTERVAL
         while True:
@@ -116,7 +116,7 @@ class WriteQueue:
             if follows:
                 number, name = self.writer.peers.announced(0)
             with self._changed:
-                # older ones are not written any more
+                # Older states are not written any more.
                 self._waiting = [each for each in self._waiting if each.number >= number]
                 if self._waiting and (not follows or self._waiting[0].number == number):
                     self._current = write = self._waiting.pop(0)
@@ -158,12 +158,12 @@ class WriteQueue:
         return error.is_full and is_alone and self._make_space()
 
     def _make_space(self) -> bool:
-        """Make space on a full disk: while a training goes on, for the next checkpoint, and at its
-        end for the model.
+        """Make space on a full disk: for the next checkpoint during the training, and for the model
+        at its end.
 
-        For a checkpoint all but the newest and the best are deleted. For the model, the checkpoints
-        that are not written yet are given up. If the model itself is next, the best checkpoint,
-        which may be a copy of it, is deleted too.
+        For a checkpoint, all checkpoints but the newest and the best are deleted. For the model,
+        the checkpoints that are not written yet are dropped. If the model itself is next, the best
+        checkpoint is deleted, too, because it may be a copy of the model.
 
         Returns:
             True if another try may succeed.
@@ -191,8 +191,8 @@ class WriteQueue:
 
 
 def _choose_wanted(queue: list[Write]) -> list[Write]:
-    """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that
-    was the best.
+    """Return the states of `queue` that are worth writing, oldest first: the newest state, and the
+    newest that was the best.
     """
     best = [write for write in queue if write.best][-1:]
     return [write for write in queue if write is queue[-1] or write in best]

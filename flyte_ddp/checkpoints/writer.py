@@ -33,9 +33,9 @@ WRITER_NICENESS = (
 
 logger = logging.getLogger(__name__)
 
-# The callback gets True when a state is about to be written, and False when none is being written.
-# On rank 0 it gets step and URL of a checkpoint that the store now has whole, and whether it is the
-# best.
+# The callback gets True before a state is written, and False when no state is being written. On
+# rank 0 it also gets each checkpoint that is complete in the store: its step, its URL, and whether
+# it is the best.
 Report = Callable[[bool, tuple[int, str, bool] | None], None]
 
 
@@ -73,7 +73,7 @@ class Writer:
     timeout: float  # seconds that the store may be away
     outage: str = ""  # why the last try failed
     since: float = 0.0  # monotonic: when the state being written was begun; 0 while idle
-    # the most bytes that any try has stored since the last complete checkpoint, and when
+    # the most bytes that any try has stored since the last complete checkpoint, and their time
     _most_stored: int = 0
     _stored_at: float = 0.0
 
@@ -104,8 +104,8 @@ class Writer:
         self.since = self.since or time.monotonic()
         if write.has_manifest and not self.follows:
             self.peers.announce(write.number, write.name)
-        # Not for a local disk, which gets the tensors without a copy of them all: this thread's
-        # core is the training's.
+        # A local disk gets the tensors without a copy of them all, because the training needs this
+        # thread's core.
         if write.state is not None and not self.sink.is_local:
             buffer = io.BytesIO()
             write.save_to(buffer)
@@ -142,8 +142,8 @@ class Writer:
             logger.warning("checkpoints: old ones could not be removed: %s", describe(error))
 
     def _wait_for_peers(self, number: int) -> list[Entry]:
-        """Return the other ranks' entries once their files are in place. `check` ends the run if
-        none comes.
+        """Return the other ranks' entries once their files are in place. If an entry never comes,
+        `check` ends the run.
         """
         entries: list[Entry] = []
         for rank in range(1, self.peers.world.world_size):
@@ -177,10 +177,10 @@ class MemoryWriter:
         return self._is_idle.wait(seconds)
 
     def save(self, write: Write, part: Any, num_parts: int) -> None:
-        """Write a part: from the copy in `write` that a GPU has made, in a thread, or on a CPU at
-        once.
+        """Write a part. With a GPU a thread writes it from the copy in `write`. On a CPU this method
+        writes it at once.
 
-        A thread would need a copy there, too, which takes as long on the same cores.
+        On a CPU a thread would also need a copy, and the copy takes as long on the same cores.
         """
         self._is_idle.clear()
         if write.state is None:
@@ -197,14 +197,14 @@ class MemoryWriter:
         assert self.slots is not None  # nothing is ready without slots
         try:
             self.slots.write(write.step, num_parts, write.save_to)
-        except Exception as error:  # nothing is ready any more, and the store has its checkpoints
+        except Exception as error:  # the run goes on with the checkpoints in the store
             logger.warning("no more states are kept in memory: %s", describe(error))
         write.free()
         self._is_idle.set()
 
 
 def yield_cores_to_training() -> None:
-    """Lower the priority of the calling thread. Only on Linux a thread has one of its own."""
+    """Lower the priority of the calling thread on Linux. Other systems have one for all threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.nice(WRITER_NICENESS)

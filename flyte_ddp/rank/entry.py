@@ -80,8 +80,8 @@ SHARED_MEMORY_HINT = (
     "data_workers: 0"
 )
 
-# Errors of a process that a limit of the shell leaves no thread, process or memory; with the limit,
-# its option of ulimit, and its unit.
+# Errors of a process without another thread, process or memory, by a limit of the shell; each with
+# the limit, its option of ulimit, and its unit.
 LIMITS = {
     "can't start new thread|Resource temporarily unavailable": (
         resource.RLIMIT_NPROC,

@@ -84,7 +84,7 @@ class Saver:
             self._has_memory = has_memory(
                 "session.save: in_memory", num_savers * count_bytes(state), self.process, world
             )
-        # From the first state in memory on, what the store gets is kept there as well.
+        # After the first state in memory, states for the store are also kept in memory.
         if self._has_memory or not in_memory:
             saved = {
                 "step": step,
@@ -106,7 +106,7 @@ class Saver:
         timeout = SAVE_TIMEOUT_SHARE * min(
             self.process.job.program.needs.stall_timeout, group_timeout
         )
-        # another thread uses the connection of the first one
+        # Another thread uses the first connection.
         notes = RankNotes(self.process.open_store().clone(), "flyte_ddp/save", world)
         check_save(state, step, in_memory, self._num_split_saves, notes, timeout)
         if self.open().peers.store is None:

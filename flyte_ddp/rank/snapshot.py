@@ -32,12 +32,12 @@ from flyte_ddp.recipes import Recipe
 
 MAX_DATA_BYTES = 64 << 20  # the largest array that is copied, unless it is a weight
 MAX_ENTRIES, MAX_OBJECTS = 10_000, 1_000_000  # limits for one container, and for all objects
-OWN = (nn.Module, Recipe, Optimizer, Dataset)  # wherever their classes come from
+OWN = (nn.Module, Recipe, Optimizer, Dataset)  # objects that are copied in any package
 # Packages whose objects, other than `OWN`, are left alone: compiled code, or the run itself.
 CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "flyte_ddp"} - {"types"}
-# an object with these may change by itself
+# packages whose objects may change by themselves
 THREADS = {"threading", "queue", "_queue", "concurrent", "multiprocessing"}
-# the first pass makes them what they are
+# objects that the first pass initializes
 LAZY = (LazyModuleMixin, UninitializedParameter, UninitializedBuffer)
 MODULE_FIELDS = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
@@ -47,23 +47,23 @@ is_look = contextvars.ContextVar("is_look", default=False)
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
-    """Restore `model`, `others` and the random generators after the block, with the objects that
-    they have.
+    """Restore `model`, `others` and the random generators after the block, with the objects to
+    which they refer.
 
-    That is weights, buffers, gradients, hooks, modes, and the values of attributes. What code keeps
-    (closures, classes, modules), iterators, files and large arrays that are no weights stay as the
-    block leaves them.
+    This includes weights, buffers, gradients, hooks, modes, and the values of attributes. It does
+    not include the values in closures, classes and modules, iterators, files, and large arrays that
+    are no weights.
     """
     reshard(model)
     weights = [*model.parameters(), *model.buffers()]
     snapshot = _Snapshot(weights)
-    # torch keeps there what it has gathered, and adds hooks in the first forward pass
+    # torch keeps gathered weights in these fields, and adds hooks in the first forward pass.
     if is_sharded(model):
         for module in model.modules():
             snapshot.seen |= {
                 id(each): each for name, each in vars(module).items() if name in MODULE_FIELDS
             }
-    # methods of the generators that these modules hide
+    # The modules hide their generators, but not the generators' methods.
     hidden: Any = (random.random, numpy.random.rand)
     generators = [torch.default_generator, *(method.__self__ for method in hidden)]
     if torch.cuda.is_initialized():
@@ -82,11 +82,11 @@ def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
 
 @dataclass(eq=False, repr=False)
 class _Snapshot:
-    """The calls that put back objects and what they refer to."""
+    """The calls that restore objects and all objects to which they refer."""
 
     given: InitVar[list[Tensor]]  # the weights
     undo: list[Callable[[], object]] = field(default_factory=list)
-    # objects by their ids, which no others get while these are here
+    # objects by their ids; while an object is here, no other object gets its id
     seen: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self, given: list[Tensor]) -> None:

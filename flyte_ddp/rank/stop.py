@@ -30,46 +30,47 @@ class StopAgreement:
     """How one rank agrees with the others on the step to stop after."""
 
     process: RankProcess
-    was_terminated: bool = False  # the function was sent a signal, because it does not ask
-    num_polls: int = 0  # calls so far, and ends of batches of a function that does not ask
+    was_terminated: bool = False  # the function got a signal, because it does not ask
+    num_polls: int = 0  # calls so far, or batches so far if the function does not ask
     is_asked: bool = False  # the function itself has called
     is_reached: bool = False  # a call has returned that the function should stop
     _has_begun: bool = False  # the function has asked, or has begun its first batch
-    _is_stoppable: bool = False  # the agents know, or another rank tells them
-    _num_refused: int = -1  # calls that may have been told to go on; -1 before the stop
-    # number of the call that is told to stop, once that is agreed
+    _is_stoppable: bool = False  # this rank has announced that the run can be stopped
+    _num_refused: int = -1  # calls that may have returned False; -1 before the stop
+    # number of the call that returns True, once the ranks agree
     _stop_at: Future[int] = field(default_factory=Future)
     _agreeing: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # There is a checkpoint, or will be one whenever the run is asked to stop.
+        # A recipe always saves a checkpoint before it stops.
         self.can_resume = self.process.job.program.kind is Kind.RECIPE
 
     @property
     def is_stopping(self) -> bool:
-        """True once the function was told to stop, in either way."""
+        """True once a call has returned True, or the function got a signal."""
         return self.is_reached or self.was_terminated
 
     def poll(self) -> bool:
-        """Return whether the call stops, the same call in every rank if all call it in the same
-        steps.
+        """Return whether the function should stop. On every rank the same call returns True, if all
+        ranks call it in the same steps.
 
-        After the stop the first call waits until all ranks know of it. See `_agree`.
+        After the request the first call waits until all ranks know of it. See `_agree`.
         """
         self.is_asked = True
         self.is_reached = self._poll()
         return self.is_reached
 
     def poll_between_batches(self, is_saved: bool) -> bool:
-        """Return whether a function that does not ask is ended before its next batch, the same one
-        in every rank.
+        """Return whether a function that does not ask is ended before its next batch. All ranks end
+        before the same batch.
 
-        It is ended as soon as it has saved what it has done, or when half of the grace is over:
-        what is left is for the files that are being written. Rank 0 decides, because only it may
-        call `session.save`. The others wait for that at each batch, from the stop on.
+        The function ends as soon as it has saved all its batches, or when half of the grace is
+        over. The other half is for the files that are being written. Rank 0 decides, because the
+        other ranks may not call `session.save`. They wait for its decision at each batch after the
+        request.
 
         Args:
-            is_saved: rank 0's last save has all batches so far.
+            is_saved: rank 0's last save includes all batches so far.
         """
         if (
             self.is_asked or not self._has_begun
@@ -80,7 +81,7 @@ class StopAgreement:
             return False
         key, link = f"flyte_ddp/ends-before-{self.num_polls}", self.process.link
         if self.process.rank > 0:
-            # other threads use the connection of the first one
+            # Other threads use the first connection.
             self.is_reached = self.process.open_store().clone().get(key) == b"1"
             return self.is_reached
         self.is_reached = is_saved or time.monotonic() > link.saves_until
@@ -99,31 +100,31 @@ class StopAgreement:
         return number >= self._stop_at.result()
 
     def is_heeded(self) -> bool:
-        """Return whether the function ends when it is asked to: it asks, or it is ended between two
-        batches.
+        """Return whether the function will end when the run is asked to stop: it asks itself, or it
+        ends between two batches.
 
-        The latter only where rank 0, which alone may have called, has saved or loaded: else it
-        could not go on later.
+        It ends between two batches only if rank 0 has saved or loaded, because it could not resume
+        otherwise.
         """
         if self.is_asked or not self.num_polls or self.process.node.world_size == 1:
             return self.is_asked or (bool(self.num_polls) and self.can_resume)
-        # the function's own connection may be waiting for a key
+        # The function's own connection may be waiting for a key.
         return self.can_resume or bool(self.process.open_store().clone().check([CAN_RESUME]))
 
     def note_saved(self) -> None:
-        """Note that there is a checkpoint to go on from. Rank 0 lets the other ranks know."""
+        """Note that there is a checkpoint to resume from. Rank 0 notes it for the other ranks."""
         is_first = self.process.rank == 0 and not self.can_resume
         if is_first and self.process.node.world_size > 1:
             self.process.open_store().set(CAN_RESUME, "1")
         self.can_resume = True
 
     def begin(self) -> None:
-        """Tell the other ranks that this one was asked to stop. For a rank that has polled."""
+        """Publish to the other ranks that this rank was asked to stop. It must have polled."""
         self._refuse_no_more(self.num_polls)
 
     def close(self) -> None:
-        """Tell the other ranks that this one has ended, so that none waits for it, nor stops
-        alone.
+        """Publish to the other ranks that this rank has ended, so that no rank waits for it or
+        stops alone.
         """
         if self.num_polls and self.process.node.world_size > 1:
             with self._agreeing:
@@ -135,9 +136,8 @@ class StopAgreement:
         """Announce, once, that the run can be stopped and resumed, so that its gang may end in
         order to grow.
 
-        That needs a checkpoint, and a function that reads `stop_requested` on every rank: a rank
-        that does not read it would be sent a SIGTERM. Returns True when this rank has announced
-        what it knows.
+        The run needs a checkpoint, and a function that reads `stop_requested` on every rank: any
+        other rank would get a SIGTERM. Returns True when this rank has made its announcement.
         """
         others = self.process.node.world_size - 1
         if self.process.rank > 0:
@@ -151,7 +151,7 @@ class StopAgreement:
         return True
 
     def _refuse_no_more(self, num_refused: int) -> None:
-        """Tell the other ranks, once, that this one has refused so many calls and refuses no
+        """Publish to the other ranks, once, that this rank has refused so many calls and refuses no
         more by itself.
         """
         with self._agreeing:
@@ -163,17 +163,17 @@ class StopAgreement:
     def _agree(self) -> None:
         """Find the first call that no rank has refused; all ranks stop there.
 
-        Not by a collective: only the function knows which of them its ranks can take part in. Each
-        rank publishes how many calls it has refused as soon as it is asked to stop, from a thread:
-        a rank that is ahead may wait in its next call while this one waits for it in a collective.
-        So that call waits only for threads like this one.
+        A collective is no option: only the function knows when its ranks can take part in one. As
+        soon as a rank is asked to stop, a thread publishes how many calls the rank has refused. A
+        rank that is ahead may wait in its next call while other ranks wait for it in a collective.
+        So its call waits only for these threads.
         """
-        # rank 0 has died, and with it the store: its agent ends the run
+        # A RuntimeError means that rank 0 and the store have died. Its agent then ends the run.
         with contextlib.suppress(RuntimeError):
             world_size = self.process.node.world_size
             refused = [str(self._num_refused)]
             if world_size > 1:
-                # the function's own waits for a key would keep it
+                # The function's own connection may be waiting for a key.
                 store = self.process.open_store().clone()
                 self._publish(store)
                 refused = [

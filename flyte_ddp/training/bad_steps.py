@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rewound(Exception):
-    """The run has gone back to a state, from which the epoch is to go on."""
+    """The run has gone back to a state. The epoch goes on from there."""
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class BadSteps:
         return bad is not None
 
     def check_gradient(self, watched: WatchedStep, norm: float) -> None:
-        """Answer a gradient that is not finite as a loss, where a step can be taken back. Raises as
-        `_answer`.
+        """Answer a gradient that is not finite like a bad loss, if a step can be taken back. Raises
+        the errors of `_answer`.
         """
         if self.takes_back and not self.state.scaler.is_enabled() and not math.isfinite(norm):
             reason = f"the gradient's norm is {norm}"
@@ -72,8 +72,8 @@ class BadSteps:
         """Skip a bad step, go back to the newest state, or stop. Every rank that judges calls it.
 
         Raises:
-            NonFiniteLoss: the run is to stop, or has done too much of the other; names the samples.
-            Rewound: it has gone back.
+            NonFiniteLoss: the run has to stop, or `max_bad_steps` are exceeded; names the samples.
+            Rewound: the run has gone back.
         """
         world, config = self.parallelism.world, self.parallelism.config
         is_shared = self.watch.is_shared
@@ -90,13 +90,13 @@ class BadSteps:
             return
         elif config.on_bad_step == "rewind":
             why = f"; on_bad_step: {self._rewind(bad.step)}"
-        # Where each rank judges for itself, any of them has the whole, and all write the same file.
+        # If each rank judges for itself, it holds the whole model, and all write the same file.
         saves = not self.parallelism.is_collective
         if is_shared:
             saves = self.parallelism.saves
         if saves and bad.step > progress.step:
             self.checkpoints.save_bad(bad.step)
-        if is_shared:  # the first rank that ends would end one that tells no more
+        if is_shared:  # ranks wait for each other, so that each reports before the first one ends
             world.all_reduce(0.0)
         place = shlex.quote(redact_url(self.checkpoints.store.storage.url))
         command = f"{own_command()} replay {place} --step {bad.step}"
@@ -120,10 +120,10 @@ class BadSteps:
         calls it.
 
         Returns:
-            Why that cannot be done.
+            Why the run cannot go back.
 
         Raises:
-            Rewound: it is done.
+            Rewound: the run has gone back.
         """
         world = self.parallelism.world
         self.checkpoints.session.saver.note_saves(world)

@@ -18,11 +18,10 @@ def adapt(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
     """Return `model` with BatchNorm over the samples of all ranks, if configured, that accepts a
     batch with one value per channel.
 
-    Such a batch, one sample in the last batch of an epoch, has no variance, and torch refuses it:
-    the run would end after it has trained nearly a whole epoch. It is normalized by the running
-    statistics. A module without them, which normalizes each batch by itself even in an evaluation,
-    returns its bias: the value less its own mean is zero. SyncBatchNorm has the samples of the
-    other ranks in training.
+    A batch of one sample, such as an epoch's last batch, has no variance, and torch refuses it. The
+    run would end after nearly a whole epoch. Here the running statistics normalize the batch. A
+    module without running statistics returns its bias, because the value less its own mean is zero.
+    SyncBatchNorm includes the samples of the other ranks in training.
     """
     if config.sync_batch_norm and world.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

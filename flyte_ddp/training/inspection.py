@@ -125,9 +125,9 @@ def on_cpu(output: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor) -> Histogram | None:
-    # Not torch.histc, which has no deterministic kernel for floats on GPUs. NumPy counts block by
-    # block, without a copy of a large tensor, and leaves out what is not between the limits. These
-    # are float64, because the range of float32 values need not fit into a float32.
+    # torch.histc has no deterministic kernel for floats on GPUs. NumPy counts block by block,
+    # without a copy of a large tensor, and leaves out values beyond the limits. The limits are
+    # float64, because the range of float32 values may not fit into a float32.
     array = values.float().cpu().numpy()
     known = numpy.isfinite(array)
     if not known.any():

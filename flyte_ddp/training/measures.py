@@ -125,7 +125,7 @@ class Measures:
     def _measure(self, evaluation: Evaluation, exchange: dict[str, Any]) -> EpochFinished:
         progress, world, sums = self.state.progress, self.parallelism.world, self.stretch.sums
         seconds, num_unreadable = self._before
-        # A straggler spends more on its own part of the steps, without its waits for the others.
+        # Waits for other ranks are left out, so a straggler shows more seconds than the others.
         own_seconds = (sum(self.timer.seconds) - seconds) / max(1, sums.num_steps)
         own_loss = float(sums.loss_sum) / max(1.0, float(sums.own_targets))
         rank_losses, rank_step_seconds = world.all_gather(own_loss), world.all_gather(own_seconds)

@@ -108,9 +108,8 @@ class Parallelism:
         self.check_memory(model)
         model = batch_norm.adapt(model.to(self.world.device), self.config, self.world)
         if self.config.channels_last:
-            # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D
-            # convolutions. Not by `contiguous`, which leaves the strides of a weight with one input
-            # channel, and so the slower kernels.
+            # model.to(memory_format=...) fails at the 5-D weights of 3-D convolutions. `contiguous`
+            # keeps the strides of a weight with one input channel, and so the slower kernels.
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dim() == 4:
                     tensor.data = tensor.data.to(memory_format=torch.channels_last)

@@ -70,7 +70,7 @@ class Trainer:
 
         Raises:
             NonFiniteLoss: names the step and the epoch.
-            StopRequested: the run is to end; a checkpoint has the progress.
+            StopRequested: the run has to end; a checkpoint contains the progress.
             StorageUnavailable: the store has been away for `store_timeout`.
             CheckpointError: a checkpoint could not be written.
             ConfigError: the recipe has no figure called `monitor.metric`.
@@ -119,7 +119,7 @@ class Trainer:
             batches: yields its micro-batches next.
 
         Returns:
-            The norm of the gradient; NaN or 0 where nobody asks for it.
+            The norm of the gradient; NaN or 0 if the norm is not needed.
         """
         state, progress, bad_steps = self.state, self.state.progress, self.bad_steps
         needs_norm = self._is_logged(progress.step + 1) or bad_steps.takes_back
@@ -148,7 +148,7 @@ class Trainer:
         """Do what is due between two steps: report, save, stop.
 
         Raises:
-            StopRequested: the run is to end; a checkpoint has the progress.
+            StopRequested: the run has to end; a checkpoint contains the progress.
             StorageUnavailable, CheckpointError: a checkpoint could not be written.
         """
         checkpoints, step = self.checkpoints, self.state.progress.step
@@ -211,8 +211,8 @@ class Trainer:
             return self.measures.finish_epoch(evaluation, exchange)
 
     def evaluate(self) -> Evaluation:
-        """Measure the model on the held-out data. What was trained before is saved if that takes
-        long, or on a stop.
+        """Measure the model on the held-out data. If the evaluation takes long, or on a stop, the
+        training so far is saved.
 
         Raises:
             NonFiniteLoss: the last step has spoiled the weights.
