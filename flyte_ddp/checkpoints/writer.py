@@ -177,8 +177,8 @@ class MemoryWriter:
         return self._is_idle.wait(seconds)
 
     def save(self, write: Write, part: Any, num_parts: int) -> None:
-        """Write a part. With a GPU a thread writes it from the copy in `write`. On a CPU this method
-        writes it at once.
+        """Write a part. With a GPU a thread writes it from the copy in `write`. On a CPU this
+        method writes it at once.
 
         On a CPU a thread would also need a copy, and the copy takes as long on the same cores.
         """

@@ -23,11 +23,11 @@ def avoid_importing_dynamo() -> None:
     """Keep torch from importing its compiler (4 s of CPU and 150 MB) in a process that compiles
     nothing.
 
-    Three places in torch 2.15 import torch._dynamo only to query or set a flag: functions that it
-    must not trace (they remember the answer in `__dynamo_disable`, so it can be put there first:
-    themselves, unchanged), the wrapper of every optimizer's `step`, which breaks the graph, and the
-    constructor of DistributedDataParallel, which reads a setting. A torch that does this in another
-    way just imports its compiler as before.
+    Three places in torch 2.15 import torch._dynamo only to query or set a flag. First, functions
+    that it must not trace: they cache the answer in `__dynamo_disable`, so the unchanged functions
+    are put there first. Second, the wrapper of every optimizer's `step`, which breaks the graph.
+    Third, the constructor of DistributedDataParallel, which reads a setting. Another version of
+    torch may just import its compiler.
     """
     for owner in (Optimizer, DistributedDataParallel):
         for function in vars(owner).values():
@@ -43,7 +43,7 @@ def avoid_importing_dynamo() -> None:
     if "torch._dynamo" not in sys.modules:
         # torch's default
         utils = _LazyModule("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
-        # an import of the real one replaces it
+        # An import of the real module replaces this module.
         vars(torch)["_dynamo"] = _LazyModule("torch._dynamo", utils=utils)
 
 
@@ -83,8 +83,8 @@ def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:
 
 
 def has_all_gradients(replica: Any) -> bool:
-    """Return whether DDP has exchanged the gradients of all parameters in the last backward pass;
-    True where it does not tell: then its next forward pass fails.
+    """Return whether DDP has exchanged the gradients of all parameters in the last backward pass.
+    True if DDP does not show it: its next forward pass then fails.
     """
     try:
         getattr(replica, "_orig_mod", replica)._check_reducer_finalized()

@@ -35,7 +35,7 @@ class Session:
         process.link.on_stop = self._terminate
 
     def close(self) -> None:
-        """Wait until the checkpoints are written. Raises as `Saver.wait`."""
+        """Wait until the checkpoints are written. Raises the errors of `Saver.wait`."""
         self.reporter.send_reports()
         self.saver.wait()
         self.stop.close()

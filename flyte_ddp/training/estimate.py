@@ -111,8 +111,8 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
 def _take_step(
     parallelism: Parallelism, model: nn.Module, optimizer: Optimizer, inputs: Any, targets: Any
 ) -> tuple[float, dict[int, int]]:
-    """Train one step. Return its seconds, and the bytes of the tensors that the backward pass needs,
-    by address.
+    """Train one step. Return its seconds, and the bytes of the tensors that the backward pass
+    needs, by address.
     """
     saved: dict[int, int] = {}
 
