@@ -417,3 +417,9 @@ def test_the_index_of_the_docs_names_every_page():
     index = (REPOSITORY / "docs/README.md").read_text()
     pages = {page.name for page in REPOSITORY.glob("docs/*.md")} - {"README.md"}
     assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+
+
+def test_the_page_about_settings_lists_every_hyperparameter():
+    command = [sys.executable, "-m", "flyte_ddp", "fields"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"```text\n{printed}```\n" in (REPOSITORY / "docs/settings.md").read_text()
