@@ -123,7 +123,7 @@ class RunStarted(Timed):
     versions: dict[str, str] = field(default_factory=dict)
     data_fingerprint: str = ""  # SHA-256 of the prepared files
     data_license: str = ""  # "" where it is not known
-    class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs
+    class_names: list[str] = field(default_factory=list)  # the order is that of the model's outputs
     # commit of the user's project, from `describe_commit`; the launcher adds it
     commit: str = ""
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
@@ -219,7 +219,7 @@ class Reported(Timed):
 
     step: int  # optimizer steps since the start of the run
     epoch: float | None  # epochs done, such as 1.5 in the middle of the second
-    values: dict[str, float]  # by name
+    values: dict[str, float]  # the figures that were reported, under their names
     # other values that a swept function has returned, as text by name
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -301,7 +301,7 @@ class CheckpointSaved(Timed):
     step: int
     url: str  # "" for one that is kept in the memory of nodes alone
     best: bool  # the state has the weights of the best epoch so far
-    seconds: float  # for which rank 0 interrupted the training
+    seconds: float  # interruption of the training by rank 0
 
     def figures(self) -> Figures:
         return Figures(values={"checkpoint_copied_step": self.step} if self.url else {})
@@ -330,7 +330,7 @@ class RunFinished(Timed):
     value: bytes = b""  # value that a function returned on rank 0, pickled
     # Known of a recipe:
     model_state_url: str = ""
-    best_epoch: int = 0  # by the config's `monitor`
+    best_epoch: int = 0  # epoch that the config's `monitor` prefers
     # the best epoch's monitored figure by name, and held-out loss
     best: dict[str, float] = field(default_factory=dict)
     model_state_epoch: int = 0  # epoch of the weights of the model state
@@ -360,7 +360,7 @@ class Straggler:
     """
 
     rank: int
-    node: str  # for people; "" for this machine
+    node: str  # name for people; "" for this machine
     device: str  # GPU of the rank; "" without a GPU
     phase: str  # data, forward or backward: the one that makes most of the difference
     seconds: float  # per step in this phase
@@ -461,7 +461,7 @@ class PartStarted(Timed):
 
     rank: int
     part: str  # name of the file
-    num_parts: int  # in all
+    num_parts: int  # number of all parts
 
 
 Event = (

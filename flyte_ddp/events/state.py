@@ -85,7 +85,7 @@ class RunState(Listener):
     # every `Reported`; off where there are many runs and only the epochs matter
     keep_reports: bool = True
     started: RunStarted | None = None  # the latest
-    loaded: CheckpointLoaded | None = None  # by the ranks that started last
+    loaded: CheckpointLoaded | None = None  # the load of the ranks that started last
     reports: list[Reported] = field(default_factory=list)
     # the newest values of the other ranks in this attempt
     rank_values: dict[int, dict[str, float]] = field(default_factory=dict)

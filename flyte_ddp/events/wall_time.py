@@ -138,7 +138,7 @@ class WallTime:
                 if event.url or not self._has_saved_steps():
                     self.saved.append(mark)
                     self.reached = []
-                else:  # in memory there are too many to know each for the whole run
+                else:  # states in memory are too many to know each for the whole run
                     self.reached.append(mark)
             case kinds.RunFinished():
                 # A recipe ends with its last uploads, and another program with what it likes.

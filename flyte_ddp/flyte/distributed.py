@@ -141,7 +141,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         outputs, decks = unpack(returned_value(state))
         for title, html in decks:
             Deck(title, html)
-        if is_local and self.enable_deck:  # In a pod, flytekit writes the Decks.
+        if is_local and self.enable_deck:  # flytekit itself writes the Decks in a pod
             _output_deck(name, parameters)
         return outputs
 

@@ -44,7 +44,7 @@ from flyte_ddp.storage import (
     write_file,
 )
 
-RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
+RUN_TAG = "flyte_ddp.run"  # the tag by which a later attempt finds the run
 AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
 MAX_VALUE = 6000  # characters of a parameter's value, by MLflow

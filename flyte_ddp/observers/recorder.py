@@ -33,7 +33,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.storage import redact_url, redact_values
 
-TRACKERS = ("wandb", "mlflow", "tensorboard")  # by their options
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # the names in settings.toml and in options
 MAX_EVENTS = 20_000  # events that may wait for the service
 MAX_VALUES = 500  # sent at once; MLflow takes 1000 in one request, and an event adds some
 # Fields of RunStarted that are not shown beside the configuration, or under another name.

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-NAMES = ("stdin", "stdout", "stderr")  # by file descriptor
+NAMES = ("stdin", "stdout", "stderr")  # the position is the file descriptor
 
 
 def open_standard_streams() -> None:

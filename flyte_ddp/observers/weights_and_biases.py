@@ -59,7 +59,7 @@ class Wandb(Recorder):
 
     project: str  # created if missing
     run_id: str  # the same in every attempt of one run; letters, digits, "-" and "_"
-    directory: str | Path  # for W&B's files; created if missing
+    directory: str | Path  # place for W&B's files; created if missing
     _: KW_ONLY
     # Directory to which an offline run is copied at the end, as one archive. Set it if
     # `directory` is lost with the process, as in a pod; "" leaves the run in `directory`.

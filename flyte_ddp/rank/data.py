@@ -588,7 +588,7 @@ def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> 
     """
     all_of_them = torch.arange(len(samples), device=samples.index_device)
     mine = all_of_them[world.rank :: world.world_size]
-    if as_stream(samples.dataset):  # with a contiguous part, a rank reads few shards
+    if as_stream(samples.dataset):  # a rank with a contiguous part reads few shards
         mine = all_of_them.tensor_split(world.world_size)[world.rank]
     if not len(mine):
         return []

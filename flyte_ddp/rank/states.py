@@ -119,7 +119,7 @@ class _StateInMemory:
     step: int
     attempt: int
     turn: int
-    readers: list[int]  # for each part, the rank that reads it
+    readers: list[int]  # the rank that reads each part
 
 
 def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:

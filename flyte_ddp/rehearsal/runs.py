@@ -115,7 +115,7 @@ class Rehearsal:
                 f"rehearse: expected at least {MIN_STEPS} steps of an optimizer of torch, got "
                 f"{len(run.steps)}: more epochs, or more minutes (--minutes)"
             )
-        self.fault_step = 5 * len(run.steps) // 8  # in the middle of one of few epochs
+        self.fault_step = 5 * len(run.steps) // 8  # a step in the middle of one of few epochs
         self.seconds_each = max(60.0, 4 * run.seconds)
         return run
 

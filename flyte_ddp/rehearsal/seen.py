@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Entries = dict[int, list[dict[str, Any]]]  # by rank, in their order
+Entries = dict[int, list[dict[str, Any]]]  # each rank's entries, in their order
 
 CHECKPOINTS = "checkpoints"  # directory of the checkpoints that the session writes
 OF_FIRST_RANK = ("at", "weights", "loss", "gradient", "scales", "buffers", "unsaved")
@@ -29,7 +29,7 @@ class Step:
     weights: list[float]  # sums and single values, of the optimizer that steps first
     momentum: tuple[float, ...]  # sum of the optimizer's state, by rank, after the step
     draws: tuple[int, ...]  # checksum of the generators before the step, by rank
-    loss: float  # as rank 0 has it
+    loss: float  # loss on rank 0
     content: float  # sum of all values of its batches
     gradient: list[float]  # sums and single values
     # Before the step:

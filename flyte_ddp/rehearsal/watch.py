@@ -195,7 +195,9 @@ class Steps:
     main: Optimizer | None = None  # the optimizer that steps first
     optimizers: list[Optimizer] = field(default_factory=list)  # all, in the order of their making
     scalers: list[GradScaler] = field(default_factory=list)
-    modules: dict[int, torch.nn.Module] = field(default_factory=dict)  # with buffers, as called
+    modules: dict[int, torch.nn.Module] = field(
+        default_factory=dict
+    )  # modules with buffers, in the order of their calls
     base: int = 0  # steps of the state that this process began with
     loss: float = 0.0
     before: dict[str, Any] = field(default_factory=dict)  # the state before the step

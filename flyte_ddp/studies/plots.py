@@ -192,10 +192,10 @@ def _by_size(
 
     known = itertools.chain(*lines.values())
     points = ", ".join(f"{format_count(size, 'rank')} {y:,.4g}" for size, y in known)
-    drawn = [
-        Line([(size, y.mean) for size, y in points], label, color, marker_size=6)
-        for (label, points), color in colored
-    ]
+    drawn = []
+    for (label, line_points), color in colored:
+        means = [(size, y.mean) for size, y in line_points]
+        drawn.append(Line(means, label, color, marker_size=6))
     dotted = Line(sorted(ideals.items()), "ideal", width=1, style=(0, (1, 2)), max_markers=0)
     return Panel(
         name.replace("_", "-"),

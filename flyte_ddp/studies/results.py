@@ -40,7 +40,7 @@ UNFINISHED = "unfinished.jsonl"  # history of a trial that was interrupted
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED_EARLY = "stopped early"  # because other trials are better
 FAILED = "failed"
-INTERRUPTED = "interrupted"  # with the whole study; resumes with it
+INTERRUPTED = "interrupted"  # the whole study was interrupted, and resumes the trial
 DONE = (FINISHED, STOPPED_EARLY, FAILED)
 MAX_SHOWN = 4  # figures of a trial in a line
 
@@ -230,7 +230,7 @@ def counted_figures(run: TrialRun) -> dict[str, float]:
 
     A function may report some alone: they are as they were reported last until then.
     """
-    counted = None  # in a trial that runs all reports count
+    counted = None  # all reports count in a trial that still runs
     if run.status in (FINISHED, STOPPED_EARLY):
         counted = run.kept
     figures: dict[str, float] = {}

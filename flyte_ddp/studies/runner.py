@@ -196,7 +196,9 @@ class TrialRunner:
     # Called with a trial and its event. The event is None before the first trial starts (once for
     # every trial, in order) and when a trial has ended. One call at a time, in any thread.
     observe: Observer = lambda run, event: None
-    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()  # for one trial
+    make_listeners: Callable[[TrialRun], Sequence[Listener]] = (
+        lambda run: ()
+    )  # listeners of one trial
     # called with every line a rank prints, prefixed with its trial
     relay: Callable[[str], None] = print_line
     run_name: str = ""  # name given to `open_cluster`

@@ -84,7 +84,9 @@ class Study:
 
     def __init__(self, runs: Iterable[TrialRun], target_loss: float = 0.0) -> None:
         finished = [run for run in runs if run.state.finished and run.epochs]
-        best_losses = [min(epoch.test_loss for epoch in run.epochs) for run in finished]
+        best_losses = []
+        for run in finished:
+            best_losses.append(min(epoch.test_loss for epoch in run.epochs))
         # The held-out loss to which the time is measured; by default the worst of the trials' best,
         # which all reach.
         self.target_loss = target_loss or max(best_losses, default=0.0)

@@ -122,7 +122,7 @@ def build_trials(
     """
     require_packages()
     names = list(dict.fromkeys(name for choice in choices for name in choice))
-    trials: dict[str, Trial] = {}  # by what a trial is
+    trials: dict[str, Trial] = {}  # keys say what a trial is
     for choice in choices:
         world_size = int(choice.get(WORLD_SIZE, 0))
         fields = {name: value for name, value in choice.items() if name not in NO_FIELDS}

@@ -237,7 +237,7 @@ def _build_trials(
     named = [each if isinstance(each, Mapping) else {parameter: each} for each in choices]
     names = dict.fromkeys(name for each in named for name in each)
     config, version = TrainingConfig(monitor=monitor), code_version(function)
-    trials: dict[bytes, FunctionTrial] = {}  # by what a trial is
+    trials: dict[bytes, FunctionTrial] = {}  # keys say what a trial is
     chosen = zip(choices, named, strict=True)
     for world_size, (choice, values) in itertools.product(world_sizes, chosen):
         size = {WORLD_SIZE: world_size} if len(world_sizes) > 1 else {}

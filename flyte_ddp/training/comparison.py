@@ -172,7 +172,7 @@ def compare(challenger: Measurement, champion: Measurement) -> tuple[float, floa
     a few parts decide alone on which the challenger is worse.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for example, a class may be missing in all other parts
+        warnings.simplefilter("ignore")  # a class may be missing in all other parts, for example
         pairs = zip(champion.score_parts(), challenger.score_parts(), strict=True)
         advantage, *remainders = [theirs - ours for theirs, ours in pairs]
     count = len(remainders)

@@ -98,7 +98,7 @@ class Line:
     """
 
     points: Points
-    label: str | None = None  # in the legend
+    label: str | None = None  # text in the legend
     color: str = INK
     width: float = 2.0
     opacity: float = 1.0

@@ -30,7 +30,7 @@ from flyte_ddp.observers.reports.template import FRAGMENT, PAGE, STYLE
 from flyte_ddp.storage import redact_url
 
 MAX_ERROR = 60_000  # characters
-NOTHING = "-"  # in place of a value that is not known
+NOTHING = "-"  # text in place of a value that is not known
 
 logger = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ class _Curves:
 
     state: RunState
     axis: str
-    reported: Mapping[str, Curve]  # by name
+    reported: Mapping[str, Curve]  # curves under their names
 
     def set_x(self, axes: Axes) -> None:
         """Mark where the run was resumed from a checkpoint."""
