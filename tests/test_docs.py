@@ -422,4 +422,4 @@ def test_the_index_of_the_docs_names_every_page():
 def test_the_page_about_settings_lists_every_hyperparameter():
     command = [sys.executable, "-m", "flyte_ddp", "fields"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"```text\n{printed}```\n" in (REPOSITORY / "docs/settings.md").read_text()
+    assert f"```\n{printed}```\n" in (REPOSITORY / "docs/settings.md").read_text()

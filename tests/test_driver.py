@@ -239,6 +239,7 @@ class Scripted:
     """
 
     departures = ()
+    reason = ""
 
     def __init__(self, endings):
         self.endings, self.num_attempts, self.memory, self.jobs = list(endings), 0, [], []

@@ -134,7 +134,7 @@ def test_the_help_explains_every_flag():
         "what to train: digits, mnist",
         "hyperparameters that differ from the recipe's",
         "0 is one per GPU",
-        "the recipe's own by default",
+        "by default the recipe's own data",
         "an unfinished run found there resumes",
     ):
         assert expected in text
