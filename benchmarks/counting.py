@@ -1,8 +1,8 @@
-"""A recipe whose model counts how often each training sample is seen, for runs in which something
-fails.
+"""A recipe for runs in which something fails: its model counts how often each training sample is
+seen.
 
-Each sample has a parameter of its own, whose gradient is the same each time it is seen. Its ranks
-import this module with each restart, so it imports only what a recipe does.
+Each sample has a parameter of its own. Its gradient is the same each time the sample is seen. Its
+ranks import this module with each restart, so it imports only what a recipe does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 960, 16, 4
 BATCH_SIZE, LEARNING_RATE = 24, 0.05
-STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # of the environment: how long a step lasts
+STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # environment variable: how long a step lasts
 SHARD_SIZE = 12  # samples
 SAVE_STEPS = 8  # optimizer steps between two checkpoints
 
@@ -48,7 +48,7 @@ def write_shards(directory: Path) -> str:
 def open_shards(url: str, cache: str | None = None) -> Shards:
     from flyte_ddp.data import Shards, readers
 
-    readers.PART_BYTES = 1 << 10  # so that a shard is fetched in several parts
+    readers.PART_BYTES = 1 << 10  # A shard is fetched in several parts.
     return Shards(url, transform=to_sample, cache_dir=cache)
 
 

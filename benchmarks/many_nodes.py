@@ -66,8 +66,9 @@ class Cost:
     num_nodes: int
     driver: float  # share of a core
     scheduler: float  # share of a core
-    messages_per_second: float  # from the nodes to the driver
-    recovery_seconds: float  # from the death of a node's processes to the start of the next attempt
+    messages_per_second: float  # messages from the nodes to the driver
+    # time from the death of a node's processes to the start of the next attempt
+    recovery_seconds: float
 
 
 def supervise() -> None:
@@ -181,7 +182,7 @@ def _measure(num_nodes: int, nodes: Nodes, victim: str) -> Cost:
     try:
         _wait_until(thread, lambda: len(messages.senders) == num_nodes)
         processes = psutil.Process(), psutil.Process(nodes.scheduler.pid)
-        time.sleep(2.0)  # for the start to be over
+        time.sleep(2.0)  # The start is over then.
         before, begun, num_messages = (
             [_cpu_seconds(each) for each in processes],
             time.monotonic(),

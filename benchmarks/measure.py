@@ -139,8 +139,8 @@ def run(variant: Variant, environment: Mapping[str, str]) -> Outcome:
 def outcome_of(output: str, started: float) -> Outcome:
     """Parse the last outcome in the output of a command.
 
-    It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end
-    of the first optimizer step in seconds since the epoch. The result counts from `started`.
+    The outcome is a JSON object at the end of a line. Its first key is `first_step_at`: the end of
+    the first optimizer step in seconds since the epoch. The result counts from `started`.
 
     Raises:
         MeasurementError: there is none.

@@ -1,7 +1,7 @@
 """Measure how often chance promotes a model that is as good as the champion, where 2.5 % of times
 are promised: `python -m benchmarks.promotions`.
 
-The comparisons are simulated: differences of the held-out samples' losses whose true mean is 0. A
+The comparisons are simulated: differences of the held-out samples' losses with a true mean of 0. A
 long tail lies on the side where the challenger is worse, because few samples then show too little
 of it. The last column is the power: the share of models that are promoted though they are better by
 three standard errors. Student's t and the percentile bootstrap are there to compare with.
@@ -19,7 +19,7 @@ from flyte_ddp.events.intervals import find_bounds, student_quantile
 Draw = Callable[[np.random.Generator, tuple[int, int]], "np.ndarray"]
 NUM_COMPARISONS = 2000
 SIZES = (6, 20, 30, 100, 300)
-NUM_DRAWS = 1000  # of the bootstrap
+NUM_DRAWS = 1000  # draws of the bootstrap
 
 
 def draw_accuracies(draw: np.random.Generator, size: tuple[int, int]) -> np.ndarray:

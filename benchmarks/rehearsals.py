@@ -1,8 +1,8 @@
-"""Rehearse scripts whose truth is known: `python -m benchmarks.rehearsals [NAME ...]`.
+"""Rehearse scripts with known causes: `python -m benchmarks.rehearsals [NAME ...]`.
 
-The scripts of examples/, scripts in the manner of public ones, and mistakes that are planted into
-one that has none. A script is right if its verdict has exactly the causes that it is known to have.
-The variants of one script are rehearsed without the lost node.
+The scripts are the examples, scripts in the manner of public ones, and variants of a correct script
+with planted mistakes. A script is right if its verdict has exactly the causes that it is known to
+have. The variants of one script are rehearsed without the lost node.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ AVERAGED = [
     ('"epoch": epoch}', '"epoch": epoch, "average": average}'),
 ]
 LOAD_AVERAGE = ("    first = state", '    average = state["average"]\n    first = state')
-# The same state by the session, whose checkpoints have names of their own.
+# The session keeps the same state, under its own names of checkpoints.
 SESSION = [
     ("import torch\n", "import torch\nfrom flyte_ddp import session\n"),
     ("if os.path.exists(checkpoint):\n", "if state := session.load():\n"),
@@ -519,7 +519,9 @@ def write_variant(title: str, directory: Path) -> Path:
 
 
 def rehearse(script: Path, arguments: Sequence[str], faults: Sequence[str]) -> Verdict:
-    """Rehearse a script with some faults, in this process, whose server of ranks has torch."""
+    """Rehearse a script with some faults in this process. Its server of ranks has torch
+    imported.
+    """
     titles = {name: TITLES[name] for name in faults}
     with own_directory("rehearsal-") as directory, mock.patch.object(runs, "TITLES", titles):
         make, data = find_program(str(script), arguments, "", directory)
@@ -543,7 +545,7 @@ def main() -> int:
         crops = Path(name, "crops.py")
         crops.write_text(CROPS)
         cases["random crops"] = (crops, ["{outputs}"], list(TITLES), {"random state"})
-        # what the second one draws in its steps is not in its checkpoints
+        # The draws of adversarial.py in its steps are not in its checkpoints.
         for file, causes in (
             ("ddp.py", set()),
             ("adversarial.py", {"random state"}),

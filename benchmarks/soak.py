@@ -5,7 +5,7 @@ On a Dask cluster of worker processes on this machine, one model trains: a recip
 `--program function` a loop of one's own. At random moments a rank is killed, or a worker with its
 nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
 prints what the time went to, the samples that were lost or trained twice, and whether the weights
-are those of an undisturbed run.
+equal an undisturbed run's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from psutil import Process
     from torch import Tensor
 
-STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
+STEP_SECONDS = 0.25  # a step's length on any number of nodes, so that the run's length is known
 ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
 # share of the time after which nothing more is killed, so that the run ends undisturbed
 QUIET = 0.85
@@ -64,7 +64,7 @@ NAME = "benchmarks.counting.Counting"
 
 
 class SoakNodes(Nodes):
-    """Nodes that also drain, and whose ranks are found."""
+    """Nodes that can also drain. It finds their ranks."""
 
     leaving: tuple[subprocess.Popen[bytes], ...] = ()
 
@@ -116,7 +116,7 @@ class Faults(threading.Thread):
         self.is_over.set()
 
     def describe(self) -> str:
-        """Return the faults that were made, of those that were wanted."""
+        """Return the number of faults made so far, and the number requested."""
         kinds = ", ".join(f"{count} x {what}" for what, count in self.done.items())
         return f"{sum(self.done.values())} of {len(self.times)}: {kinds}"
 
@@ -320,7 +320,7 @@ def _nodes(directory: Path, count: int) -> Iterator[SoakNodes]:
 def _is_rank(process: Process) -> bool:
     import psutil
 
-    # it, or a process above it, has just ended
+    # The process, or a process above it, has just ended.
     with contextlib.suppress(psutil.Error, AttributeError):
         server = process.parent()
         return "forkserver" in str(server.cmdline()) and "flyte_ddp.launch.agent.main" in str(

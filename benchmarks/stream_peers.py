@@ -3,7 +3,7 @@ BATCHES`.
 
 Each system has the same samples in its own format, shuffles as many of them with each other, and
 has one loader process. The interpreter needs webdataset, mosaicml-streaming, datasets, litdata and
-lancedb. LanceDB and litData, whose samples lie on the disk, are compared in exactness alone.
+lancedb. LanceDB and litData keep their samples on the disk, so only their exactness is compared.
 
 The global batch is the same at each number of ranks, as MosaicML Streaming, litData and LanceDB ask
 for where a run resumes at another number.
@@ -31,7 +31,7 @@ NUM_SAMPLES, NUM_SHARDS, SAMPLE_BYTES = 16_384, 128, 16_384
 BATCH_SIZE, SPLITS = 252, 6
 SHUFFLED, LANES = 2048, 8
 SPLIT = 24  # batches before a resume at another number of ranks
-STATE = "state.json"  # of a system that resumes; written where it stopped, by each rank
+STATE = "state.json"  # state of a system that resumes; each rank writes it where it stopped
 
 
 def write(directory: Path) -> Iterator[Any]:
@@ -145,10 +145,10 @@ def own_state(states: list[Any]) -> Any:
 def go_on(
     directory: Path, batches: Any, source: Any, choose: Callable[[list[Any]], Any] = first_state
 ) -> Iterator[Any]:
-    """Yield the batches behind those of the states that `source` had in the ranks of a run before.
+    """Yield the batches that follow the states of `source` in the ranks of an earlier run.
 
     Args:
-        choose: makes the state that this rank loads of the states of all ranks.
+        choose: builds the state that this rank loads from the states of all ranks.
     """
     files = sorted(directory.glob(f"{STATE}-*"))
     if files:
@@ -226,7 +226,7 @@ def main() -> None:
     for found, _ in itertools.islice(batches, num_batches or None):
         numbers += found.tolist()
         times.append(time.perf_counter() - started)
-    dist.barrier()  # before there is a state that a rank which begins late could take for its own
+    dist.barrier()  # A rank that begins late must not take the new state for its own.
     batches.close()
     (directory / f"{dist.get_world_size()}-{dist.get_rank()}").write_text(
         json.dumps([times, numbers])

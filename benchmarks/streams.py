@@ -47,8 +47,9 @@ from flyte_ddp.data.source import CONCURRENT_READS
 from flyte_ddp.data.write import encode_mds
 
 EPOCHS, BATCH_SIZE, NUM_SHARDS, NUM_SEEDS = 10, 32, 140, 16
-SAMPLE, SHARD = 1 << 16, 1 << 21  # bytes, of the data whose memory is measured
-LATENCY, BANDWIDTH, PART = 0.02, 50e6, 1 << 16  # of the store: seconds, bytes a second, bytes
+SAMPLE, SHARD = 1 << 16, 1 << 21  # bytes; data for the measurement of memory
+# the store's latency in seconds, bandwidth in bytes a second, and bytes per part
+LATENCY, BANDWIDTH, PART = 0.02, 50e6, 1 << 16
 STORE = {
     "AWS_ACCESS_KEY_ID": "key",
     "AWS_SECRET_ACCESS_KEY": "key",
@@ -129,7 +130,7 @@ def measure_parts() -> Iterator[tuple[str, str]]:
             files.put(f"{name}/{kind}", f"parts/{kind}", recursive=True)
             Shards(f"s3://parts/{kind}").prepare()
             found = []
-            for part_bytes in (1 << 40, SHARD // 8):  # of 64 MiB a part is a sixteenth
+            for part_bytes in (1 << 40, SHARD // 8):  # A part is a sixteenth of 64 MiB by default.
                 readers.PART_BYTES = part_bytes
                 data = Shards(
                     f"s3://parts/{kind}",
@@ -183,7 +184,7 @@ def measure_bounds() -> Iterator[tuple[str, str]]:
         for _ in session.batches(data, batch, 0, num_workers=workers):
             found = [each.memory_full_info().pss for each in (process, *process.children())]
             used = max(used, sum(found) - before)
-            with contextlib.suppress(FileNotFoundError):  # it has just left the cache
+            with contextlib.suppress(FileNotFoundError):  # The file has just left the cache.
                 held = max(held, sum(each.stat().st_size for each in cache.iterdir()))
     for what, most, bound in (
         ("memory", used, (1 + workers) * PROCESS + 2 * (workers + 1) * batch * SAMPLE),
@@ -261,7 +262,7 @@ def run_ranks(python: str, size: int, system: str, place: Path, num_batches: int
 @contextlib.contextmanager
 def slow_store() -> Iterator[str]:
     """Yield the URL of an S3 server that answers after `LATENCY`, with `BANDWIDTH` in all."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it logs each request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # The server would log each request.
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     moto.start()
     assert moto._server is not None

@@ -54,7 +54,7 @@ LONGEST = (
 )
 
 
-MARK = "STARTED_BY_TESTS"  # in the environment of this process and all that it starts
+MARK = "STARTED_BY_TESTS"  # an environment variable of this process and all that it starts
 
 
 def pytest_configure(config):
@@ -65,11 +65,11 @@ def pytest_configure(config):
     # Threads that wait for one another spin: several tests at a time would take three times the
     # processor time.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What `make test` tells a make below it: `make` in a test is that of a shell, whoever started
-    # the tests.
+    # Variables that `make test` sets for a `make` below it. A test's own `make` must not see them.
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
+    # The worker inherits the directory of the process that started it.
+    if "PYTEST_XDIST_WORKER" in os.environ:
         return
     # for pytest's own directories
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
@@ -151,7 +151,8 @@ def client():
     from tests.support.dask_runs import LOCAL
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STEP_SECONDS", "0.05")  # for tests that have to meet a run on its way
+        # short steps, so that tests can reach a run while it trains
+        patch.setenv("STEP_SECONDS", "0.05")
         with open_cluster(LOCAL, "test") as client:
             yield client
 
@@ -180,17 +181,15 @@ def start_worker():
 
 @pytest.fixture(scope="module")
 def server_with_compiler():
-    """Ranks that have imported torch's compiler and transformers, as those of a process whose first
-    run is of text.
+    """Ranks with torch's compiler and transformers imported, as in a process with text in its first
+    run.
     """
     yield from import_in_ranks("text", parallel="fsdp")
 
 
 @pytest.fixture(scope="module")
 def server_with_metrics():
-    """Ranks that have imported torchmetrics, as those of a process whose first recipe has metrics
-    of its own.
-    """
+    """Ranks with torchmetrics imported, as in a process with own metrics in its first recipe."""
     yield from import_in_ranks("tests.test_task_metrics.Numbers")
 
 
@@ -214,8 +213,8 @@ def forked_functions(monkeypatch):
 
 @pytest.fixture
 def survivors():
-    """survivors(): the living processes started in this test, those included whose parents have
-    died, of which none may be left at its end.
+    """survivors(): the living processes that this test started, including orphans. None may be left
+    when the test ends.
     """
 
     def started():
@@ -224,7 +223,7 @@ def survivors():
         server = forkserver._forkserver._forkserver_pid
         found = set()
         for process in psutil.process_iter():
-            # it has just ended, is a zombie, or is somebody else's
+            # The process may have ended, be a zombie, or belong to another user.
             with contextlib.suppress(psutil.Error):
                 is_kept = process.pid == server or "resource_tracker" in str(process.cmdline())
                 if process.environ().get(MARK) == os.environ[MARK] and not is_kept:

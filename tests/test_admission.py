@@ -233,7 +233,7 @@ def test_in_a_pod_no_launch_has_its_ranks_in_the_drivers_pod_or_at_an_address_of
     own = task(task_config=Distributed(nnodes=2, cluster=cluster))(train)
     with pytest.raises(UserError, match=expected):
         own.execute()
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # on a laptop
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # A laptop has no such variable.
     check_cluster(given)
 
 
@@ -304,7 +304,7 @@ def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(
         in capsys.readouterr().err
     )
     assert not (tmp_path / "ran").exists()
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # on a laptop
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # A laptop has no such variable.
     monkeypatch.setattr(
         "flyte_ddp.launch.run_options.run_program", lambda *_, **options: (tmp_path / "ran").touch()
     )

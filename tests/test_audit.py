@@ -116,7 +116,7 @@ def test_the_image_installs_nothing_without_a_hash():
     }
     project = (REPOSITORY / "examples/project/Dockerfile").read_text().replace("\\\n", " ")
     shared = project.partition("COPY pyproject.toml")[0].partition("AS base\n")[2]
-    assert shared in re.sub(r"\n+(#.*\n)+|\n+", "\n", text)  # whose image shares the layers
+    assert shared in re.sub(r"\n+(#.*\n)+|\n+", "\n", text)  # The two images share these layers.
     (select,) = re.findall(r"awk '(.*?)' requirements.txt", text)
     gpu = subprocess.run(
         ["awk", select, str(REPOSITORY / "requirements.txt")],

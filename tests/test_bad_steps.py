@@ -21,7 +21,7 @@ from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
 RECIPE = "tests.support.planted.Planted"
-# what is planted, and how much of a step's loss says so
+# kinds of bad samples, with the config that detects them
 KINDS = {"pixel": {}, "label": {}, "huge": {"spike_factor": 20.0}}
 
 
@@ -40,7 +40,7 @@ def test_the_sample_behind_nan_is_named_by_its_key_on_all_ranks(tmp_path, kind, 
         run.train(2, recipe_options=planted(29, kind, mixes))
     (bad,) = bad_steps(run)
     assert bad.samples[0].key == "file-29.png"
-    assert run.last_step < bad.step  # it was not taken
+    assert run.last_step < bad.step  # the bad step was not taken
     assert parse_history(to_line(bad).encode(), "")[0].samples[0].index == 29
 
 
@@ -67,7 +67,7 @@ def test_a_loss_far_above_the_median_is_bad_and_the_losses_are_in_the_checkpoint
     ],
 )
 def test_planted_samples_are_named_at_any_number_of_ranks(tmp_path, kind, num_ranks, parallel):
-    # of the last batch of the first epoch, so that there are losses to compare with
+    # A sample of the first epoch's last batch, so that there are losses to compare with.
     bad = int(epoch_order(36, 0, 1)[-num_ranks])
     run = new_run(tmp_path, RECIPE)
     with pytest.raises(RankFailure, match=rf"samples: {bad} \(file-{bad}.png\)"):
@@ -107,7 +107,8 @@ def states_of(run):
 
 
 def test_a_skipped_step_leaves_nothing_behind(tmp_path, monkeypatch):
-    def lower(self, optimizer, config, num_steps):  # also after a step that is left out
+    # The schedule also advances after a step that is left out.
+    def lower(self, optimizer, config, num_steps):
         return StepLR(optimizer, 1, gamma=0.8)
 
     monkeypatch.setattr(Planted, "schedule", lower)

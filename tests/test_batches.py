@@ -130,7 +130,7 @@ def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(
     first = session_of()[0]
     monkeypatch.setattr(session, "_current", first)
     assert len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) == 4
-    resume_at(first.position.current, monkeypatch)  # as saved after the first of two data sets
+    resume_at(first.position.current, monkeypatch)  # saved after the first of two data sets
     seen = [len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) for _ in range(2 * visits_the_first)]
     seen += [len(batches_of(0, 1, monkeypatch, NUMBERS, 1)) for _ in range(2)]
     assert seen == ([0, 4, 4, 4] if visits_the_first else [4, 4])
@@ -284,7 +284,7 @@ def test_other_data_or_another_order_than_the_checkpoints_are_refused(
 
 
 class Damaged(Noisy):
-    """Numbers, of which some cannot be read."""
+    """Numbers, some of them unreadable."""
 
     UNREADABLE = object()
 
@@ -555,7 +555,7 @@ def test_a_save_that_handles_an_error_leaves_the_rest_of_the_epoch_to_a_restart(
     assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
     try:
         raise Killed
-    except Killed:  # whose handler is the whole training
+    except Killed:  # A handler around the whole training catches it.
         leave_by_break(session.batches(NUMBERS, BATCH, 2))
         assert save_here(session.current())["is_over"]
 
@@ -570,7 +570,7 @@ def test_a_loop_may_be_opened_again_after_a_look_at_its_first_batches(
 
     def train_one_batch(current):
         for epoch in session.epochs(3) if has_epochs else range(3):
-            with contextlib.suppress(StopIteration):  # of a look where no batch is left
+            with contextlib.suppress(StopIteration):  # `next` looks ahead where no batch is left.
                 leave(session.batches(dataset, BATCH, epoch))
             for batch, _ in session.batches(dataset, BATCH, epoch):
                 seen.append((epoch, batch[0] if isinstance(batch, tuple) else batch))
@@ -613,7 +613,7 @@ def test_a_masked_loss_is_weighed_by_tokens_as_the_page_says(world_size, monkeyp
         scope["dist"] = SimpleNamespace(all_reduce=reduce, get_world_size=lambda: world_size)
         own = weights.clone().requires_grad_()
         for (x, y), weight in shares:
-            # as DDP: the mean over the ranks
+            # DDP takes the mean over the ranks too.
             (scope["token_loss"](x @ own, y, weight) / world_size).backward()
         plain = weights.clone().requires_grad_()
         torch.nn.functional.cross_entropy(

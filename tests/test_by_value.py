@@ -153,7 +153,7 @@ def mentions_settings():
     return dist.__name__, torch.compiler.__name__, Settings().config["weight"]
 
 
-mentions_settings.__module__ = "__main__"  # so that it travels by value
+mentions_settings.__module__ = "__main__"  # Functions of `__main__` travel by value.
 
 
 def test_a_function_that_mentions_torchs_packages_and_any_config_travels():

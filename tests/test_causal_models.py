@@ -87,7 +87,7 @@ def train_all(world, store, data, directory):
     """Work of a gang: train each case without a break, and from its checkpoint after the first
     epoch.
     """
-    text_recipe.SAMPLE_TOKENS = 20  # in this process
+    text_recipe.SAMPLE_TOKENS = 20  # this process uses few tokens
     found = {}
     for model, parallel in CASES:
         config, place = config_for(model, parallel), Path(directory, model, parallel)
@@ -174,7 +174,7 @@ def test_transformers_loads_the_export_with_equal_logits(trained, model, paralle
 def test_the_units_of_a_split_model_are_those_that_transformers_does_not_split(data, model):
     recipe = get_recipe("text", config_for(model, "fsdp").recipe_options)
     recipe.datasets(Path(data[model]))
-    with torch.device("meta"):  # as other ranks than the first one
+    with torch.device("meta"):  # Other ranks than the first one make the model on the meta device.
         built = recipe.model()
     assert [type(block).__name__ for block in recipe.blocks(built)] == [BLOCKS[model]] * 2
     assert all(tensor.is_meta for tensor in (*built.parameters(), *built.buffers()))
@@ -185,7 +185,7 @@ def test_the_units_of_a_split_model_are_those_that_transformers_does_not_split(d
 
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
-    """A directory with a model: that of Llama, without the files of its run."""
+    """A directory with a Llama model, without the files of its run."""
     directory = tmp_path_factory.mktemp("exported") / "llama"
     export = last_of(trained["llama", "ddp"][0], "RunFinished")["export_url"]
     shutil.copytree(export, directory, ignore=shutil.ignore_patterns("model_state*"))
@@ -228,7 +228,7 @@ def test_a_model_by_name_or_directory_begins_with_its_weights_and_tokenizer(
 
 
 def edited(exported, directory, **values):
-    """A copy of the model whose config has other values."""
+    """A copy of the model with other values in its config."""
     shutil.copytree(exported, directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **values}))
@@ -304,9 +304,7 @@ def test_what_cannot_be_trained_is_named_in_one_line_before_a_rank_starts(
 
 
 def test_weights_of_a_part_of_the_model_are_refused(exported, tmp_path):
-    """Such as those of a model without its last layer, which transformers would fill with fresh
-    ones.
-    """
+    """The last layer is missing, for example. transformers would fill it with fresh weights."""
     from safetensors.torch import load_file, save_file
 
     options = edited(exported, tmp_path / "model")

@@ -133,7 +133,7 @@ def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing
         store.promote(state_file(3), manifest(3), pointer)
 
     assert number_in(load_champion(url)) == 2
-    assert number_in(store.load(pointer)) == 1  # by a reader who has looked before
+    assert number_in(store.load(pointer)) == 1  # this reader has looked before
     assert sorted(each.metrics["test_loss"] for each in store.versions()) == [1, 2]
     names = {name.rpartition("/")[2] for name in Storage(f"{store.url}/versions").find()}
     assert names == {"manifest.json", "model_state.pt"}
@@ -234,7 +234,7 @@ def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, expe
     damage(file_of(local_store, name))
     with pytest.raises(ChampionError, match=expected):
         load_champion(str(tmp_path))
-    promote(local_store, 2)  # which damage does not prevent
+    promote(local_store, 2)  # damage does not prevent a promotion
     assert number_in(load_champion(str(tmp_path))) == 2
 
 
@@ -277,8 +277,8 @@ def test_a_promotion_that_was_compared_before_a_rollback_fails(to, store):
 
 @pytest.fixture
 def late(url, monkeypatch):
-    """A store whose next change of the pointer comes after another's rollback to the first of two
-    versions.
+    """A store with two versions. Before its next change of the pointer, another process rolls back
+    to the first one.
     """
     store, replace = ChampionStore(url), Storage.replace
     first, second = (promote(store, number).version for number in (1, 2))
@@ -295,7 +295,7 @@ def late(url, monkeypatch):
 def test_two_rollbacks_at_once_leave_one_version_and_the_hold(late, wanted):
     store, first, *_ = late
     late[3]()
-    # of the same version in the same second there is nothing to refuse
+    # The same version in the same second leaves nothing to refuse.
     with contextlib.suppress(ChampionChanged):
         store.rollback(late[wanted])
     assert (store.in_use().version, bool(store.in_use().held_since)) == (first, True)
@@ -418,7 +418,7 @@ def test_the_monitor_in_deploy_uses_valid_arguments(capsys, local_store):
     )
     assert (python, package) == ("python", "flyte_ddp")
     assert command_line.main(arguments) == 0
-    # It reads the local_store with the identity of the tasks.
+    # The command reads the store with the identity of the tasks.
     assert f"name: {pod['serviceAccountName']}\n" in (deploy / "rbac.yaml").read_text()
 
 
@@ -479,7 +479,7 @@ def test_a_list_says_that_there_is_no_champion_or_a_damaged_one(tmp_path, capsys
     (tmp_path / "champion.json").write_text("{")
     assert main(["release", local_store.url])
     assert "champion.json is damaged" in capsys.readouterr().err
-    # which versions there are counts then, for a rollback to one of them
+    # A rollback to an existing version is still possible then, so the list has to work.
     assert main(["list", local_store.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"  {first.version}")

@@ -187,7 +187,7 @@ def test_remains_of_killed_writers_are_removed_with_the_next_save(tmp_path):
         "step-0000000004-00c0ffee-0of1.pt",
     ]
     others = [
-        "step-0000000000-0badcafe-0of1.pt",  # of a checkpoint that cannot be read
+        "step-0000000000-0badcafe-0of1.pt",  # a part of a checkpoint that cannot be read
         "skipped-1-step-0000000001-00c0ffee-0of1.pt",
         *("step-notes.json", "step-5.json", "step-00000000012.json", "step-0000000001.json.tmp"),
         *("step-x.pt.tmp", "step-1.pt", "step-0000000005-notes.pt", "notes.txt"),
@@ -265,7 +265,7 @@ def test_only_checkpoints_of_this_run_are_deleted(tmp_path):
         _save(store, step)
     assert _kept(store) == [3, 11, 12]
 
-    store = CheckpointStore(str(tmp_path), 1)  # of a run that has read nothing
+    store = CheckpointStore(str(tmp_path), 1)  # the store of a run that has read nothing
     for step in (7, 8):
         _save(store, step)
     assert _kept(store) == [3, 8, 11, 12]
@@ -460,7 +460,8 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_finished(
     tmp_path, small_disk, monkeypatch
 ):
-    monkeypatch.setenv("STEP_SECONDS", "0.1")  # else some are skipped, and the disk is never full
+    # With faster steps some saves are skipped, and the disk is never full.
+    monkeypatch.setenv("STEP_SECONDS", "0.1")
     run, url = new_run(tmp_path), small_disk / "run"
     run.train(
         1,

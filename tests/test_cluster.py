@@ -64,7 +64,7 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
         ]
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl) == 20
-        # of a task in hand when a worker is closed
+        # At this level a closing worker logs nothing about a task in hand.
         assert set(client.run(find_level).values()) == {logging.ERROR}
         # to which a terminal sends SIGINT
         assert os.getpgrp() not in client.run(os.getpgrp).values()

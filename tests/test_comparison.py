@@ -98,8 +98,8 @@ KINDS = {
 
 @dataclass
 class Numbers(Recipe):
-    """The model weighs two numbers, of which the first tells something of the target, and the
-    second nothing.
+    """The model weighs two numbers. The first one is related to the target, and the second one is
+    not.
     """
 
     kind: str = "Close"
@@ -195,7 +195,7 @@ def state_file(*weights):
     return buffer.getvalue()
 
 
-NOISE = ((0.0, 1.0), (0.0, -1.0))  # of which one is the better by chance
+NOISE = ((0.0, 1.0), (0.0, -1.0))  # Chance makes one of the two better.
 REAL = ((0.0, 1.0), (1.0, 0.0))
 
 
@@ -251,7 +251,9 @@ def test_chance_promotes_nothing(options, models, outcome, reason, tmp_path):
 
 
 class Scored:
-    """A measurement with these scores: that of all samples, and without each of them."""
+    """A measurement with these scores: the score of all samples, and the score without each
+    sample.
+    """
 
     def __init__(self, scores):
         self.scores = scores
@@ -301,13 +303,15 @@ def test_a_better_model_is_promoted(shape):
 
 
 def test_the_ends_of_an_interval():
-    """Symmetric differences have Student's interval, and equal ones that of no width."""
+    """Symmetric differences have Student's interval. Equal differences have an interval of no
+    width.
+    """
     even = [-1.0, 1.0] * 20
     half_width = 2.0227 * np.std(even, ddof=1) / 40**0.5
     assert find_bounds(even) == pytest.approx((-half_width, half_width), abs=1e-4)
     assert find_bounds([0.1] * 40) == pytest.approx((0.1, 0.1))
     assert find_bounds([0.0] * 40) == (0, 0)
-    # one sample on which the challenger is far worse decides alone
+    # A single sample on which the challenger is far worse decides.
     low, high = find_bounds([1.0] * 39 + [-30.0])
     assert low == -math.inf
     assert math.isfinite(high)

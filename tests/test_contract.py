@@ -85,7 +85,8 @@ MISTAKES = {
         *(Line, AVERAGED),
         r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\)",
     ),
-    # its batches of one are right, (1, 1) and (1,), but not the larger ones of the evaluation
+    # The outputs and targets agree in batches of one, (1, 1) and (1,), but not in the evaluation's
+    # larger ones.
     "BroadcastOfOne": (
         *(Line, {**AVERAGED, "defaults": {**Line.defaults, "global_batch_size": 1}}),
         r"model: expected outputs of the targets' shape \(2,\), got \(2, 1\), which broadcast to ",
@@ -385,7 +386,7 @@ def test_a_group_of_the_optimizer_that_torch_would_misread_is_refused(groups, ex
 
 
 def test_every_rank_checks_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the place is that of the user's own copy
+    monkeypatch.chdir(tmp_path)  # The reported place is in the user's own copy.
     run = new_run(tmp_path, "tests.support.mistakes.Averaged")
     with pytest.raises(
         RankFailure, match=rf"ConfigError: {PLACE}Averaged\.losses: expected one loss for each"

@@ -164,7 +164,7 @@ def test_ranks_are_ordered_by_host_and_name():
         dataclasses.replace(each, host=each.host.replace("10.0.0.9", "10.0.0.0")) for each in before
     ]
     assert [each.worker for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
-    # Its memory may have the state from which the run goes on.
+    # A worker with an agent may hold the state from which the run continues.
     before[1] = dataclasses.replace(before[1], has_agent=True)
     assert [each.worker for each in assign_nodes(before, 2, config)] == ["w-2", "w-3"]
 

@@ -83,7 +83,7 @@ def test_code_that_could_not_be_unpacked_whole_is_not_there_for_a_later_attempt(
 def test_files_from_before_1980_can_be_packed(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/old.py").write_text("pass")
-    os.utime(tmp_path / "data/old.py", (0, 0))  # as in reproducible archives
+    os.utime(tmp_path / "data/old.py", (0, 0))  # reproducible archives have such timestamps
     packed_directory(tmp_path / "data", tmp_path / "data.zip")
     for archive in (tmp_path / "data.zip", pack_script(tmp_path / "data")):
         with zipfile.ZipFile(archive) as contents:
@@ -108,7 +108,7 @@ def test_a_node_that_may_join_imports_and_fetches_what_its_ranks_need(tmp_path, 
     main.prepare(node_job, tmp_path / "node")
     assert (tmp_path / "node/data/mnist.bin").read_bytes() == b"images"
     assert "torch" in imported
-    assert ranks[1:] == ["joined"]  # it is forked once the server has imported all
+    assert ranks[1:] == ["joined"]  # the rank is forked once the server has imported all
     main.prepare(dataclasses.replace(node_job, data_archive="/nowhere.zip"), tmp_path)  # told later
 
 

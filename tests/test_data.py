@@ -88,7 +88,7 @@ def test_all_ranks_have_as_many_micro_batches_of_the_size_that_fits(size, world_
         for rank in range(world_size)
     ]
     for shares in zip(*ranks, strict=True):
-        # SyncBatchNorm's layers communicate in every forward pass, each of which has a sample.
+        # SyncBatchNorm's layers communicate in every forward pass, so each pass has a sample.
         assert len({len(share.micro_batches) for share in shares}) == 1
         lengths = [len(part) for share in shares for part in share.micro_batches]
         assert 0 < min(lengths) <= max(lengths) <= 24 / world_size / 2
@@ -122,8 +122,8 @@ def _changing_sizes(draw):
 
 
 def _counted_in_batch(ranks, number):
-    """The samples whose losses count in the batch, in the order of the ranks, and over how many
-    they are a mean.
+    """Return the samples that count in the batch's loss, in the order of the ranks, and the number
+    that divides their sum.
     """
     samples = [
         index
@@ -160,7 +160,7 @@ def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an
 
     undisturbed = shards_from(0, 1)
     expected = [_counted_in_batch(undisturbed, number) for number in range(len(undisturbed[0]))]
-    seen = []  # that the state has, which the next attempt resumes from
+    seen = []  # the samples of the state that the next attempt resumes from
     for world_size, num_steps, is_announced in [*stretches, (1, len(expected), True)]:
         first = len(seen)
         ranks = shards_from(first, world_size)
@@ -181,7 +181,7 @@ def _sample(dataset, sample_size, seed=0):
 
 
 class Loaded(Dataset):
-    """Samples that are read one by one, of which some are read ahead, and 13 cannot be read."""
+    """Samples that are read one by one, some of them ahead. Sample 13 cannot be read."""
 
     UNREADABLE = "unreadable"
 
@@ -279,7 +279,7 @@ def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_cannot_be_read():
 
 
 class Gappy(TensorDataset):
-    """Samples of which a whole batch of the evaluation, and one more, cannot be read."""
+    """Samples with a whole unreadable batch in the evaluation, and one more unreadable sample."""
 
     UNREADABLE = None
 

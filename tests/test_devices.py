@@ -47,7 +47,7 @@ class FakeNvml:
         return 0
 
     def nvmlDeviceGetHandleByUUID(self, name, handle):
-        return 2  # not there
+        return 2  # a count without the GPU
 
     def nvmlDeviceGetUtilizationRates(self, gpu, rates):
         rates._obj.gpu = 50 * (gpu.value or 0)
@@ -91,10 +91,10 @@ POD = ["/dev/nvidiactl", "/dev/nvidia3"]  # the device plugin keeps the host's n
     ("files", "libraries", "expected"),
     [
         (POD, {"cuda": 1, "nvidia_ml": FakeNvml(1)}, ("0",)),
-        (POD, {"cuda": 1}, ("0",)),  # where NVML is not mounted
+        (POD, {"cuda": 1}, ("0",)),  # NVML is not mounted
         (["/dev/dxg"], {"cuda": 1}, ("0",)),  # WSL
         (["/dev/dxg"], {"cuda": 1, "nvidia_ml": FakeNvml(2)}, ("0", "1")),
-        (POD, {"nvidia_ml": FakeNvml(1)}, ()),  # without the driver's library
+        (POD, {"nvidia_ml": FakeNvml(1)}, ()),  # the driver's library is missing
     ],
 )
 def test_gpus_are_counted_as_cuda_counts_them(machine, files, libraries, expected):
@@ -108,7 +108,7 @@ def test_gpus_are_counted_as_cuda_counts_them(machine, files, libraries, expecte
         ("1,0", ("1", "0")),
         ("GPU-8f2e,GPU-77aa", ("GPU-8f2e", "GPU-77aa")),
         ("MIG-1a", ("MIG-1a",)),
-        ("0,7,1", ("0",)),  # as CUDA: up to the first that is not there
+        ("0,7,1", ("0",)),  # CUDA also stops at the first missing number
         ("-1", ()),
         ("", ()),
     ],
@@ -123,7 +123,8 @@ def test_the_use_of_gpus_is_asked_of_the_driver(machine, monkeypatch):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml(2))
     assert devices.measure_gpus(2) == (0.75, 0.4)  # mean utilization, fullest memory
     assert devices.measure_gpus(1) == (0.5, 0.2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1a")  # of which it does not tell
+    # The driver does not report the use of this device.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1a")
     assert devices.measure_gpus(1) == (None, None)
     machine(["/dev/nvidiactl"], cuda=1)
     assert devices.measure_gpus(1) == (None, None)
@@ -176,7 +177,7 @@ def test_workers_of_one_host_share_its_gpus():
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "2,3"},
     ]
-    # of a sweep: other runs have the neighbours
+    # A sweep's config: other runs have the neighbours.
     config = ClusterConfig(num_nodes=1, gpus_per_node=1)
     claimed = dataclasses.replace(worker("w-1", "10.0.0.1", ("GPU-77aa",)), shares_host=True)
     assert environments(config, claimed) == [{"CUDA_VISIBLE_DEVICES": "GPU-77aa"}]

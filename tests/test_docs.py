@@ -40,7 +40,7 @@ PAGES = sorted(
 TARGETS = (REPOSITORY / "Makefile").read_text()
 # for a cluster: tests/kubernetes/test_guide.py follows them
 GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))
-# its commands take hours, and some of them are gone since
+# The commands on this page take hours, and some of them do not exist any more.
 FIGURES = REPOSITORY / "benchmarks/README.md"
 # packages that not every environment has: tests/test_how_to.py runs their blocks where they are
 PACKAGES = ("datasets", "onnxscript", "peft")
@@ -83,7 +83,7 @@ CHEAPER = (
     (r"flyte-ddp train ([\w.]+)", r"\g<0> --nproc-per-node 1 --epochs 1"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),
-    (r'"initial_model_state": "torchvision:\w+", ', ""),  # from torchvision's servers
+    (r'"initial_model_state": "torchvision:\w+", ', ""),  # the weights are on torchvision's servers
 )
 
 
@@ -296,7 +296,7 @@ def test_what_users_read_imports_names_from_the_package_itself():
 def test_the_lines_of_a_page_are_short_outside_tables_and_code(page):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     long = [line for line in text.splitlines() if len(line) > 100]
-    # one piece of code or one link is not broken
+    # A single piece of code or link is not broken.
     long = [line for line in long if " " in re.sub("`[^`]*`", "", line.strip())]
     assert [line for line in long if not line.startswith(("| ", "#", "!["))] == []
 
@@ -351,7 +351,7 @@ def test_each_walk_through_the_code_names_what_is_there():
         assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
     assert len({path for path, _ in steps["A killed rank's state, out and in again"]}) <= 10
     assert len({path for path, _ in steps["Predictions of new data"]}) <= 8
-    assert len(steps["`session.save` of a function"]) <= 10 + 1  # with the call back up
+    assert len(steps["`session.save` of a function"]) <= 10 + 1  # The walk also calls back up once.
     for title, max_functions, max_rooms in (
         ("A hyperparameter, from the command line to its use", 10, 6),
         ("A schedule, to a promotion", 21, 10),
@@ -392,7 +392,8 @@ def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code(
     ]
     found = {
         name: default
-        for limit, default, _ in reversed(rows)  # of the two rows about timeout_hours, the first
+        # two rows are about timeout_hours, and the first one counts
+        for limit, default, _ in reversed(rows)
         for name in re.findall(r"`(?:kubernetes\.)?(\w+)`", limit)
         if name in defaults
     }

@@ -49,7 +49,7 @@ from tests.support.errors import raises_one_line
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS
 
 NUM_STEPS = 20
-LEAVES = "leaves"  # what a node of `OwnPlace` announces in place of a fault
+LEAVES = "leaves"  # the name that a node of `OwnPlace` announces in place of a fault
 
 
 class OwnPlace(Nodes):
@@ -192,7 +192,7 @@ def test_an_event_and_a_message_of_ones_own_are_classes_in_one_place(tmp_path):
     class Cooling(OwnPlace):
         def messages(self):
             yield from super().messages()
-            yield self.nodes[0], Fan(self.step)  # which this driver does not know
+            yield self.nodes[0], Fan(self.step)  # an event that this driver does not know
             yield self.nodes[0], Emitted(Cooled(self.step, 20.5))
 
     seen, shown = [], []
@@ -204,7 +204,7 @@ def test_an_event_and_a_message_of_ones_own_are_classes_in_one_place(tmp_path):
     train(Cooling((3, KILLED)), tmp_path, listeners=[listener, bar])
     assert 20.5 in shown
     assert max(event.step for event in seen if isinstance(event, Cooled)) == NUM_STEPS
-    # what carries messages knows none of them
+    # The code that carries messages knows none of them.
     arrived = queue.SimpleQueue()
     Link(arrived.put).send(Fan(3))
     assert pickle.loads(pickle.dumps(arrived.get())) == Fan(3)
@@ -295,7 +295,7 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
     [
         # nothing new was saved in between
         (16, [(OOM_POD, 7, 0), (OOM_POD, 8, 0)], OutOfMemory, 2),
-        # it got further, once
+        # The run made progress in between, once.
         (16, [(OOM_POD, 7, 5), (OOM_POD, 8, 0), (OOM_POD, 8, 0)], OutOfMemory, 3),
         (16, [(OOM_POD, 7, 6), (OOM_POD, 12, 9), ENOUGH], TrainingStopped, 3),
         # also one that reports no steps

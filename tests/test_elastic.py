@@ -212,13 +212,14 @@ def test_a_gang_trains_on_until_those_that_join_it_are_prepared(watch):
     assert [node.worker for node in seen.prepared] == ["w-2", "w-3"]
     present.unprepared = ("w-3",)
     assert seen(159) == 0
-    assert seen(160) == 3  # it may take part without, as one whose preparation failed
+    # a node without a rank may take part, for example if its preparation failed
+    assert seen(160) == 3
     present.unprepared = ()
     assert seen(102) == 3
     seen.watch.replace(frozenset({worker("w-1", "10.0.0.1").address}))
     seen.watch.sizes, present.unprepared = [1], ("w-2", "w-3")
     seen.watch._prepared_by.clear()
-    assert seen(200) == 1  # those that leave do not wait
+    assert seen(200) == 1  # leaving nodes do not wait
     assert len(seen.prepared) == 2
 
 

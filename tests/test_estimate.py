@@ -18,7 +18,7 @@ FLOAT = 4
 
 
 class Wide(Recipe):
-    """Linear layers, whose state and activations are known."""
+    """Linear layers with known sizes of state and activations."""
 
     def datasets(self, directory):
         data = TensorDataset(torch.ones(100, WIDTH), torch.zeros(100, dtype=torch.long))
@@ -41,7 +41,8 @@ def test_what_arithmetic_tells_is_exact():
     one = made()
     weights = FLOAT * one.num_parameters
     assert one.num_parameters == 4 * (WIDTH * WIDTH + WIDTH) + 10 * WIDTH + 10
-    assert one.state_bytes == pytest.approx(4 * weights, rel=1e-3)  # and a step counter of each
+    # each weight also has a step counter
+    assert one.state_bytes == pytest.approx(4 * weights, rel=1e-3)
     assert made(optimizer="sgd").state_bytes == 3 * weights
     frozen = made(frozen_layers=["0"])
     assert one.state_bytes - frozen.state_bytes == pytest.approx(

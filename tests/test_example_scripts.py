@@ -26,7 +26,7 @@ SHORT = {
     "accelerate_session.py": ["--epochs", "2"],
     "hugging_face_session.py": ["--steps", "10"],
 }
-PACKAGES = {  # of the extra `bench`, where a script needs one
+PACKAGES = {  # packages of the extra `bench` that single scripts need
     "lightning_digits.py": "lightning",
     "accelerate_digits.py": "accelerate",
     "hugging_face_digits.py": "transformers",

@@ -40,7 +40,8 @@ def test_a_recipe_outside_the_package_trains_to_a_meaningful_accuracy(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert float(re.findall(r"accuracy ([\d.]+)%", done.stderr)[-1]) > 90  # of three classes
+    # accuracy over three classes
+    assert float(re.findall(r"accuracy ([\d.]+)%", done.stderr)[-1]) > 90
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
     assert left == {"wine.py", "runs"}
 
@@ -57,7 +58,7 @@ def train_here(name, directory):
     ("name", "bounds"),
     [
         ("blobs.Blobs", {"accuracy": (0.95, 1), "miou": (0.85, 1)}),
-        # 0.88 is that of a model that knows only the means of the targets
+        # A model that knows only the means of the targets reaches 0.88.
         pytest.param("listings.Shop", {"mae": (0, 0.7)}, marks=pytest.mark.slow),
     ],
 )

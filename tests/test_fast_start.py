@@ -53,8 +53,8 @@ def test_a_step_does_not_import_the_compiler_and_a_torch_without_these_names_sti
     before = "fast_start.avoid_importing_dynamo()"
     # nor do a state in memory and the checks before the first step import a library for symbols
     assert run(TRAIN.format(before=before) + CHECK) == ["False", "False"]
-    # As a torch without the names. When this prints False, torch no longer needs the trick: remove
-    # it.
+    # This stands for a torch without the names. When it prints False, torch no longer needs the
+    # trick: remove it.
     renamed = """
 from torch.optim import SGD, Adam
 for optimizer in (SGD, Adam):

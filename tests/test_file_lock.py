@@ -78,7 +78,7 @@ def test_a_lock_of_a_thread_is_not_inherited_by_a_process_that_is_forked(tmp_pat
 
     with forked(lock_again) as child:
         child.join(0.5)
-        assert child.is_alive()  # it waits for the thread
+        assert child.is_alive()  # the child waits for the thread
         may_end.set()
         child.join(60)
         assert child.exitcode == 0
@@ -117,7 +117,7 @@ def test_a_lock_ends_with_a_killed_process_that_has_forked(tmp_path):
         "import os, sys, time; from flyte_ddp.launch.agent.scratch import own_directory\n"
         "with own_directory('ranks-', sys.argv[1]) as d:\n"
         "    ends = os.pipe(); child = os.fork()\n"
-        "    if not child: os.write(ends[1], b'x')\n"  # it has closed what it inherited
+        "    if not child: os.write(ends[1], b'x')\n"  # the child has closed the inherited files
         "    elif os.read(ends[0], 1): print(child, d, flush=True)\n"
         "    time.sleep(600)"
     )

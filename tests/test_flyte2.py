@@ -1,5 +1,5 @@
-"""The library in tasks of Flyte 2, whose SDK is installed beside it for these tests, and flytekit
-is not.
+"""The library in tasks of Flyte 2. For these tests Flyte 2's SDK is installed beside it, and
+flytekit is not.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_a_recipe_and_a_function_train_without_flytekit(packages, tmp_path):
     lines = [line for line in output.splitlines() if line.startswith("ActionOutputs")]
     assert lines[0] == "ActionOutputs(o0=15.0)"
     assert ["model_state.pt" in line for line in lines] == [False, True, True]
-    # one machine, and two nodes
+    # The first run had one machine, and the second one had two nodes.
     assert lines[1].partition("o2=")[0] == lines[2].partition("o2=")[0]
     run(packages, "-S", "-c", "import flytekit", cwd=tmp_path, status=1)
 
@@ -479,7 +479,7 @@ def test_the_installs_of_the_page_and_of_a_project_find_versions_that_go_togethe
     command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]
     arguments = [each.replace(wheel.name, str(wheel)) for each in shlex.split(line)]
     project = REPOSITORY / "examples/project/flyte2/pyproject.toml"
-    # as the Makefile and the Dockerfile of a project have it
+    # A project's Makefile and Dockerfile install in the same way.
     pinned = ["-c", str(REPOSITORY / "requirements.txt"), "-r", str(project)]
     for given in (arguments, pinned):
         done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=600)

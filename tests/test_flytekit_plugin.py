@@ -77,10 +77,10 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
     with pytest.raises(TaskFailed) as caught:
         tasks.fail(kind="bug")
 
-    assert isinstance(caught.value, FlyteUserRuntimeException)  # as Elastic raises it
+    assert isinstance(caught.value, FlyteUserRuntimeException)  # Elastic raises the same type
     assert not isinstance(caught.value, FlyteRecoverableException)
     assert abs(caught.value.timestamp - time.time()) < 600
-    # what pytest reports of an uncaught one
+    # pytest needs the traceback to report an uncaught error.
     assert pytest.ExceptionInfo.from_exception(caught.value).traceback
     lines = str(caught.value).splitlines()
     assert lines[1].strip() == "rank 1 failed: ValueError: expected something else"

@@ -77,7 +77,7 @@ LOOP = [(4 * epoch + batch, epoch, batch) for epoch in range(3) for batch in ran
     [
         # a loop's whole epochs
         ([(step, epoch, {"loss": 1.0}) for step, epoch, _ in LOOP], "step", range(12)),
-        # its parts of epochs
+        # The results of one epoch come in parts.
         (
             [(step, step / 4, {"loss": 1.0}) for step, *_ in LOOP],
             "epoch",

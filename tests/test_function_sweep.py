@@ -223,7 +223,7 @@ def test_a_figure_that_is_not_finite_is_never_the_best_of_a_sweep(client):
 def test_a_trial_starts_from_a_process_that_has_torch_where_the_caller_has_it(client, monkeypatch):
     (run,) = flyte_ddp.sweep(find_torch, [1], client=client).trials
     assert run.kept.values["loss"] == 0
-    # of the workers, which this process's variable limits
+    # The workers' number of threads; this process's variable limits it.
     assert run.kept.values["threads"] == 1
     (trial,) = sweep._build_trials(find_torch, [1], 0, Monitor("loss"), [1])
     assert trial.program().slow_imports == ("torch",)

@@ -76,7 +76,7 @@ def test_a_replica_on_a_gpu_names_it_and_keeps_the_interval_of_ddps_timing(monke
     made = mock.Mock()
     monkeypatch.setattr(ddp, "DistributedDataParallel", made)
     monkeypatch.setattr(ddp, "set_ddp_timing_interval", None)  # a call would be an error
-    monkeypatch.setattr(ddp.dist, "broadcast", mock.Mock())  # of a tensor of each type
+    monkeypatch.setattr(ddp.dist, "broadcast", mock.Mock())  # each type of tensor is broadcast
     ddp.DdpParallelism(Recipe(), TrainingConfig(), WORLD).replicate(nn.Linear(2, 1))
     assert made.call_args.kwargs["device_ids"] == [1]
 

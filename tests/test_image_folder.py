@@ -46,7 +46,7 @@ def names_in(directory):
     )
 
 
-# Which images
+# Choice of images
 
 
 def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_path, prepared):
@@ -173,7 +173,8 @@ def test_without_a_source_the_images_are_drawn_and_always_the_same(tmp_path):
         "triangle), drawn here"
     )
     assert recipe.class_names == ["circle", "pentagon", "square", "triangle"]
-    (tmp_path / "two").rename(tmp_path / "elsewhere")  # as on another machine
+    # the folder has another place on another machine
+    (tmp_path / "two").rename(tmp_path / "elsewhere")
     train, _ = recipe.datasets(tmp_path / "elsewhere")
     assert train[0][0].shape == (3, 64, 64)
 
@@ -283,8 +284,8 @@ BROKEN_IMAGES = {
 
 
 def _prepare_broken(tmp_path, prepared, kind, names=("train/green/001.png",), **options):
-    """As `prepare`, of images of which some are broken: the cut one from the beginning, others
-    after the listing.
+    """Call `prepare` with broken images: one is cut from the beginning, others break after the
+    listing.
     """
     source = write_tree(image_tree(), tmp_path / "tree")
     contents, _ = BROKEN_IMAGES[kind]

@@ -144,7 +144,7 @@ def test_a_model_is_not_compiled_where_no_compiler_is(tmp_path, monkeypatch):
     ):
         LocalPlace(1).check(Job(program, str(tmp_path), 0.0))
     with pytest.raises(ConfigError, match="^compile: expected"):
-        program.check_compiler()  # as a rank on another machine does
+        program.check_compiler()  # A rank on another machine makes this check too.
 
 
 def test_predictions_travel_with_small_images_and_the_likeliest_classes():

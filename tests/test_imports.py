@@ -23,7 +23,7 @@ PACKAGES = ("workflows", "tasks", "flyte_ddp")
 LAYERS = {
     "workflows": 12,
     "tasks": 11,
-    "flyte_ddp.flyte2": 11,  # which only its user imports
+    "flyte_ddp.flyte2": 11,  # Only its user imports it.
     "flyte_ddp": 10,
     "flyte_ddp.task_run": 10,
     "flyte_ddp.studies": 10,
@@ -53,7 +53,8 @@ LAYERS = {
 # In which process a line runs: each of these folders imports of them only those beside its name.
 PICTURE = {
     "flyte_ddp.launch.control": ("flyte_ddp.launch.protocol",),  # the driver
-    "flyte_ddp.launch.agent": ("flyte_ddp.launch.protocol",),  # one a machine
+    # The agent: there is one per machine.
+    "flyte_ddp.launch.agent": ("flyte_ddp.launch.protocol",),
     "flyte_ddp.launch.protocol": (),
     "flyte_ddp.launch.nodes": (
         "flyte_ddp.launch.control",
@@ -68,13 +69,13 @@ PICTURE = {
 # By which a module reads, writes, waits or starts something. Requests to stop are set by signals.
 DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfile", "threading")
 MAY_DO_IO = ("signals", "programs")
-# Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
-# one imports another.
+# Number of packages and files directly below flyte_ddp, tasks and workflows, and number of pairs
+# where one imports the other.
 MAX_ROOMS, MAX_ARROWS = 26, 146
-# What a program may be: a recipe's training, its predictions, a call, a script, another program, a
-# task of Flyte's.
+# Kinds of programs: a recipe's training, its predictions, a call, a script, another program, a task
+# of Flyte's.
 PROGRAMS = ("_Training", "PredictionJob", "_Call", "_Script", "_Command", "TaskCall")
-# Which modules may import a library at all.
+# Modules that may import a library at all, by library.
 HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flyte"),
     "flyte": ("flyte_ddp.flyte2",),
@@ -115,9 +116,9 @@ SLOW = (
     "optuna",
     "pandas",
 )
-# Of a SDK of Flyte's each.
+# Each of these modules belongs to one SDK of Flyte's.
 FLYTE = ("flyte_ddp.flyte", "flyte_ddp.flytekit_plugin", "flyte_ddp.flyte2")
-# Modules that run in a rank, or generate names or text, may import torch at the top; those that
+# Modules that run in a rank, or generate names or text, may import torch at the top. Modules that
 # start a rank may not.
 STARTS_RANKS = ("flyte_ddp.checkpoints.ownership",)
 COMPUTES = (
@@ -228,7 +229,7 @@ def test_no_files_import_each_other_in_a_circle():
     while leaves := {module for module, found in arrows.items() if not found & arrows.keys()}:
         arrows = {module: found for module, found in arrows.items() if module not in leaves}
     tops = True
-    while tops:  # what only leads to a circle is no part of it
+    while tops:  # A module that only leads to a circle is no part of the circle.
         imported = set().union(*arrows.values()) if arrows else set()
         tops = arrows.keys() - imported
         arrows = {module: found for module, found in arrows.items() if module not in tops}

@@ -68,7 +68,7 @@ def test_a_checkpoint_overrides_the_initial_state_and_is_of_its_contents_alone(t
     first.checkpoints.store.wait()
 
     moved = pin_state(file_with(tmp_path / "moved.pt", state_of(7)))
-    Path(url).unlink()  # which nobody needs any more
+    Path(url).unlink()  # Nobody needs the file any more.
     for same in (given, moved, url):
         second = new_trainer(run, same)
         second.checkpoints.resume()

@@ -314,7 +314,7 @@ def test_a_long_image_takes_no_more_memory_and_is_torchvisions_middle(size, monk
     )[0]
 
     assert max(max(size) for size in sizes) <= 16 * 36
-    # The same part of the image as torchvision's own evaluation takes, whose 3 x 600 pixels in the
+    # torchvision's own evaluation takes the same part of the image. The 3 x 600 pixels in the
     # middle are enough.
     middle = transforms.CenterCrop([min(side, 600) for side in size[::-1]])(picture)
     expected = transforms.PILToTensor()(transforms.CenterCrop(32)(transforms.Resize(36)(middle)))

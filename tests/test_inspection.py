@@ -18,8 +18,8 @@ from tests.support.trainers import new_trainer
 
 
 class Odd(nn.Module):
-    """Has layers that return no tensor, and parameters of which no histogram can be drawn as they
-    are.
+    """Has layers that return no tensor, and parameters that cannot be drawn as a histogram
+    unchanged.
     """
 
     class Nothing(nn.Module):
@@ -46,14 +46,15 @@ class Odd(nn.Module):
 
 
 def test_layers_without_tensors_have_no_shape_and_histograms_count_the_finite_values(monkeypatch):
-    monkeypatch.setattr(torch, "histc", None)  # has no deterministic kernel for floats on GPUs
+    # This function has no deterministic kernel for floats on GPUs.
+    monkeypatch.setattr(torch, "histc", None)
     layers = describe_layers(Odd(), torch.zeros(1, 4))
     histograms = take_histograms(Odd(), Parallelism(Recipe(), TrainingConfig(), ALONE))
 
     shapes = {layer.name: layer.output_shape for layer in layers}
     assert shapes == {"nothing": [], "pair": [1, 4]}
     num_values = {name: sum(histogram.counts) for name, histogram in histograms.items()}
-    expected = {"mask": 2, "constant": 5, "huge": 2, "weight": 129}  # and no gradients
+    expected = {"mask": 2, "constant": 5, "huge": 2, "weight": 129}  # There are no gradients.
     assert num_values == {f"parameters/{name}": count for name, count in expected.items()}
     weight, constant = histograms["parameters/weight"], histograms["parameters/constant"]
     assert len(weight.edges) == len(weight.counts) + 1 == 65

@@ -32,7 +32,7 @@ from tests.support.own_optimizers import FreeSgd, Slow
 from tests.test_trial import Counting, Forgetful, Hooked, Unloadable
 
 SLOW = pytest.mark.slow
-FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
+FRAMEWORKS = (  # Importing the slow ones takes ten seconds for each rank; `make test-docs` has all
     *(pytest.param(each, marks=SLOW) for each in PROGRAMS if each != "accelerate"),
     "accelerate",
 )
@@ -339,7 +339,7 @@ def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framewor
             begin(*arguments)
 
 
-@pytest.mark.slow  # of which importing takes ten seconds
+@pytest.mark.slow  # Importing transformers takes ten seconds.
 def test_a_trainers_checkpoint_of_an_earlier_version_is_one_line(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     from accelerate.utils import DistributedType
@@ -368,7 +368,7 @@ def test_data_without_a_length_are_not_compared():
     assert (kept, share) == ({"num_samples": None, "global_batch_size": 8}, 4)
 
 
-@pytest.mark.slow  # of which importing takes ten seconds
+@pytest.mark.slow  # Importing Lightning takes ten seconds.
 def test_lightning_refuses_batches_that_ranks_with_the_same_samples_would_share(monkeypatch):
     callback = importlib.import_module("flyte_ddp.integrations.lightning").SessionCallback()
     trainer = SimpleNamespace(

@@ -468,7 +468,7 @@ def test_an_invalid_cluster_is_refused(values: dict[str, Any], expected: str) ->
 
 
 def from_console(values: dict[str, Any]) -> ClusterConfig:
-    """The task's input, as Flyte's console gives it: a protobuf Struct, whose numbers are all
+    """The task's input, as Flyte's console gives it: a protobuf Struct. All of its numbers are
     floats.
     """
     from flytekit import FlyteContextManager
@@ -579,7 +579,7 @@ def operator(
     available: int = 1,
     **labels: str,
 ) -> dict[str, Any]:
-    """Deployments, of which one runs the operator under labels of somebody's own."""
+    """Deployments, including one that runs the operator under a user's own labels."""
     container = {
         "name": "operator",
         "image": image,
@@ -621,7 +621,7 @@ class ApiServer:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
-        # what the next requests end with: an HTTP status, or 0 for a cut connection
+        # results of the next requests: an HTTP status, or 0 for a cut connection
         self.faults: list[int] = []
         self.cluster: dict[str, Any] | None = None
         # by the end of the path: an object, or a status with one
@@ -729,7 +729,7 @@ def test_requests_are_repeated_while_the_api_server_is_away(
     api_server: ApiServer, fault: int
 ) -> None:
     api_server.faults = [fault, fault]
-    # so preflight and creation succeeded
+    # This error shows that preflight and creation succeeded.
     with pytest.raises(ClusterError, match="the Dask operator did not react"):
         start()
     assert CREATION in api_server.requests
@@ -825,7 +825,7 @@ def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, An
     [
         (worker_pod({"reason": "OOMKilled", "finishedAt": "now"}), "OOMKilled"),
         (worker_pod({"reason": "Error", "finishedAt": "now"}), "Error"),
-        # that of a container before the worker's, such as one that found no scheduler yet
+        # An earlier container ended in this way, for example because it found no scheduler yet.
         (worker_pod({"reason": "Error", "finishedAt": "earlier"}), ""),
         (worker_pod(None), ""),
         (worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"), ""),  # evicted
@@ -887,7 +887,7 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     begin("e-n1-0")
     (tmp_path / "step-0000000020.json").touch()
     begin("e-n1-1")  # ended otherwise
-    begin("e-n1-2")  # it came further than the first
+    begin("e-n1-2")  # This attempt made more progress than the first one.
     with pytest.raises(
         OutOfMemory,
         match=(
@@ -1017,7 +1017,8 @@ def test_nodes_that_fit_no_pod_end_a_first_attempt_for_good_and_a_retry_recovera
     with pytest.raises(ClusterError, match="with the taint maintenance=:NoSchedule") as caught:
         start(config)
     assert not isinstance(caught.value, ConfigError)
-    api_server.answers["/resourcequotas"] = quota(pods="1")  # and what does not pass ends it
+    # A pod that the quota rejects ends the attempt.
+    api_server.answers["/resourcequotas"] = quota(pods="1")
     with pytest.raises(PreflightError, match="quota small"):
         start(config)
 
@@ -1035,7 +1036,7 @@ def test_the_remedy_for_another_service_account_names_that(
 def test_the_doctor_knows_what_settings_toml_allows(
     api_server: ApiServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "cluster.yaml"  # as the guide has it
+    file = tmp_path / "cluster.yaml"  # The guide describes this file.
     file.write_text(
         "num_nodes: 1\nkubernetes: {autoscaled_nodes: true, env_from_secrets: [storage]}\n"
     )

@@ -104,11 +104,11 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("kind", "notice", "step"),
     [
-        ("ddp", events.Reported, 9),  # while the model is evaluated
+        ("ddp", events.Reported, 9),  # This notice comes while the model is evaluated.
         ("function", events.Reported, 9),
         slow("fsdp", events.Reported, 9),
-        slow("ddp", events.RunStarted, 0),  # before the first step
-        slow("ddp", events.CheckpointSaved, 5),  # while a checkpoint is written
+        slow("ddp", events.RunStarted, 0),  # This notice comes before the first step.
+        slow("ddp", events.CheckpointSaved, 5),  # This notice comes while a checkpoint is written.
     ],
 )
 def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
@@ -117,7 +117,8 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
     config, nannies = pair
     faults = tmp_path / "faults"
     faults.mkdir()
-    (faults / "9-kill-1000").touch()  # of no rank: steps take their time
+    # No rank has this number. While the file is there, steps take their time.
+    (faults / "9-kill-1000").touch()
     tell = On(notice, step, lambda: nannies[1].send_signal(signal.SIGTERM))
     run = train(tmp_path, program_of(kind, str(faults)), config, listeners=[tell])
     check_no_step_was_lost(run)
@@ -130,7 +131,7 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
     resumed = events_of(run, events.CheckpointLoaded)[-1].step
     assert resumed == ended.step >= step
     assert ended.step <= step + 6  # soon
-    if kind == "function":  # its result depends on the number of ranks at each step
+    if kind == "function":  # The result depends on the number of ranks at each step.
         sizes = [sum(range(1, 5))] * resumed + [sum(range(1, 3))] * (NUM_STEPS - resumed)
         assert result_of(run) == pytest.approx(
             sum(size * step**0.5 for step, size in enumerate(sizes, 1))
@@ -158,7 +159,7 @@ def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(
 
         def replace():
             process.wait()
-            time.sleep(1)  # in which the client tries to connect again
+            time.sleep(1)  # The client tries to connect again meanwhile.
             targets[0] = scheduler
 
         def tell():

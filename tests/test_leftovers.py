@@ -61,7 +61,7 @@ def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
         "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
         "'w'); time.sleep(600)"
     )
-    (tmp_path / "ranks-mine").mkdir()  # whose owner is not known
+    (tmp_path / "ranks-mine").mkdir()  # The owner of this folder is not known.
     with subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -119,7 +119,7 @@ def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert not done.stdout.startswith(str(directory))
-        assert not Path(done.stdout.strip()).parent.exists()  # it is removed at the end
+        assert not Path(done.stdout.strip()).parent.exists()  # The folder is removed at the end.
 
 
 @pytest.mark.long

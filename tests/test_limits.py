@@ -143,7 +143,8 @@ def test_the_limits_go_where_the_storage_configuration_goes(machine):
     given_by_the_run = storage_environment()
     with limit_urls(("*",), []):
         read_file(str(machine.outside / "key"))
-        adopt_storage_environment(given_by_the_run)  # as an agent does, and a process that predicts
+        # An agent does this, and so does a process that predicts.
+        adopt_storage_environment(given_by_the_run)
         with pytest.raises(ConfigError, match=REFUSED):
             read_file(str(machine.outside / "key"))
 

@@ -49,7 +49,8 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
 ):
     monkeypatch.setenv("FAULT", "raise 1 6")  # step 5 shows that rank 0 has begun to save step 4
     monkeypatch.setenv("WRITE_SECONDS", "1")
-    rank_start.start_server(["torch"])  # it, and the directory of its socket, live on
+    # The server and the directory of its socket outlive the run.
+    rank_start.start_server(["torch"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
     run.data()
@@ -64,23 +65,24 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
     assert caught.value.cause == "ValueError: broken on purpose"
     assert re.match(
         r"rank 1 failed: ValueError: broken on purpose\nTraceback \(most recent call last\):\n"
-        r'  File ".*/tests/support/recipes.py", line \d+, in losses',  # not the training loop
+        # The place is not in the training loop.
+        r'  File ".*/tests/support/recipes.py", line \d+, in losses',
         str(caught.value),
     )
     assert {f"[rank {rank}] the data are opened" for rank in (0, 1)} <= set(run.lines)
-    # of the other rank, which only lost its peer
+    # The other rank only lost its peer, and its error is left out.
     assert "gloo" not in "".join([str(caught.value), *run.lines])
     assert run.error is caught.value  # the listeners get it
     assert _surroundings() == before
-    # The thread that renewed the run's ownership was told to end, and nobody waits for it. Those of
-    # earlier tests may end meanwhile.
+    # The thread that renewed the run's ownership has been asked to end, and nobody waits for it.
+    # Threads of earlier tests may end meanwhile.
     assert eventually(lambda: set(threading.enumerate()) <= threads)
 
 
 def test_a_killed_rank_ends_the_run_with_all_its_processes(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("FAULT", "fork-kill 1 15")  # leaves a process that holds the rank's pipes
     monkeypatch.setenv("STEP_SECONDS", "0.05")
-    # what was printed last is there also without it
+    # The last printed lines arrive without this variable too.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     run = new_run(tmp_path, "Listed")
 
@@ -215,7 +217,7 @@ def waiting(number, *collectives, entered=5, name="the default group", ranks=(0,
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([waiting(0), waiting(1), waiting(2)], ()),  # in no collective
+        ([waiting(0), waiting(1), waiting(2)], ()),  # no rank is in a collective
         ([waiting(0, (5, "barrier")), waiting(1, (5, "barrier")), waiting(2, (5, "barrier"))], ()),
         ([waiting(0, (5, "barrier")), waiting(1, entered=4), waiting(2, (5, "barrier"))], (1,)),
         # The others are in two collectives already, as DDP's are.
@@ -223,7 +225,7 @@ def waiting(number, *collectives, entered=5, name="the default group", ranks=(0,
         # Only the first of the two that it waits in hangs.
         ([waiting(0, (5, "a"), (6, "b"), entered=6), waiting(1, (5, "a")), waiting(2, entered=4)], (2,)),  # noqa: E501
         ([waiting(0, (5, "barrier")), waiting(1, (5, "all_reduce of x")), waiting(2, (5, "barrier"))], (1,)),  # noqa: E501
-        # which may differ
+        # Shapes may differ in an all_gather.
         ([waiting(0, (5, "all_gather of x")), waiting(1, (5, "all_gather of y"))], ()),
         # Rank 1 waits for rank 3 in a group of theirs.
         (
@@ -278,7 +280,8 @@ def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch
 
 
 def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, survivors):
-    monkeypatch.setenv("FAULT", "hang 1 3")  # so none of them finds out by talking to it
+    # The ranks hang, so no communication shows them that the parent is gone.
+    monkeypatch.setenv("FAULT", "hang 1 3")
     parent = start_parent(tmp_path)
     wait_for_step(parent, 2)
     assert len(survivors()) >= 1 + 2  # parent and ranks
@@ -288,7 +291,7 @@ def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, surv
     assert eventually(lambda: not survivors())
 
 
-# What else may be the case on a machine
+# Other conditions of a machine
 
 
 def test_a_listener_that_fails_does_not_end_the_run_whose_lines_go_to_standard_error(

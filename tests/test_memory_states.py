@@ -151,7 +151,7 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     assert sorted(part.step for part in left) == [2, 2, 4, 4]
     # by ranks that never close them
     opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]
-    memory.keep_only(0, 2)  # from which the ranks go on
+    memory.keep_only(0, 2)  # The ranks continue from this step.
     assert [os.fstat(each).st_size for each in opened] == [0, 0]
     for number in (0, 1):
         memory.take(PartSaved(1, 6, number, 2, 0, ""))
@@ -166,7 +166,7 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
 def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
     tmp_path, monkeypatch, on_gpu
 ):
-    if on_gpu:  # from which a thread writes a copy
+    if on_gpu:  # A thread writes a copy of the state on the GPU.
         monkeypatch.setattr(
             "flyte_ddp.checkpoints.store.find_tensors",
             lambda state: [((), SimpleNamespace(is_cuda=True))],
@@ -189,7 +189,7 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
         if step == 1:
             assert (
                 bool(store.staging._free) is on_gpu
-            )  # on a CPU only the store's states are copied
+            )  # The store's states alone are copied on a CPU.
         part = max(memory._parts.values(), key=lambda part: part.turn)
         assert check_file(part.file.path) == (part.num_bytes, part.checksum)
         found = torch.load(part.file.path, weights_only=True)

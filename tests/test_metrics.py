@@ -90,7 +90,8 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
         for event, stragglers in (
             (StragglersFound(12, [slow]), (1, pytest.approx(1.5))),
-            (AttemptEnded(12, "a node was lost", 0.0), (0, 1)),  # while nodes are awaited
+            # The attempt ended while the run waits for nodes.
+            (AttemptEnded(12, "a node was lost", 0.0), (0, 1)),
         ):
             run.handle(event)
             found = scrape(server)[1]
@@ -218,7 +219,7 @@ FAULTS = [
             ),
             series("flyte_ddp_finished", "0+0x50", **RUN, pod="f1-n1-0"),
             series("flyte_ddp_last_event_timestamp_seconds", "60+0x50", run="f2-n1"),
-            series("flyte_ddp_finished", "1+0x50", run="f2-n1"),  # which has ended
+            series("flyte_ddp_finished", "1+0x50", run="f2-n1"),  # This attempt has ended.
         ],
         {**RUN, "pod": "f1-n1-0"},
         (30, 33, 36),
@@ -236,7 +237,7 @@ FAULTS = [
     ),
     (
         "TrainingSlowRank",
-        [  # for two minutes, and from minute 20 on
+        [  # The rank is slow for two minutes, and again from minute 20 on.
             series("flyte_ddp_stragglers", "0 1 1 0+0x16 1+0x20 0+0x9", **RUN),
             series("flyte_ddp_finished", "0+0x50", **RUN),
         ],
@@ -261,7 +262,7 @@ FAULTS = [
     ),
     (
         "RetrainingSilentOrStuck",
-        [  # at minutes 31, 91 and 211, but not at 151
+        [  # The alert fires at minutes 31, 91 and 211, but not at 151.
             series("kube_cronjob_created", "0+0x300", **MONITOR),
             series(
                 "kube_cronjob_status_last_successful_time",

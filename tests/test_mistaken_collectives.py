@@ -156,7 +156,7 @@ def test_a_rank_that_works_on_alone_while_the_others_have_ended_or_wait_is_left_
         if rank == 2:
             return "not needed"
         if rank == 0:
-            begun = time.monotonic()  # as while it writes a model; rank 1 waits for it
+            begun = time.monotonic()  # Rank 0 is busy, as if it wrote a model; rank 1 waits for it.
             while time.monotonic() < begun + 2:
                 sum(range(10_000))
         dist.all_reduce(total := torch.ones(1), group=pair)
@@ -183,7 +183,7 @@ IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", l
     [
         ([waiting(0), waiting(2)], [1], "rank 1 left early: it has ended, and ranks 0 and 2 wait"),
         ([waiting(2)], [0, 1], "ranks 0 and 1 left early: they have ended, and rank 2 waits"),
-        # it is in no group in which they wait: slow, not stuck
+        # Rank 2 is in no group in which they wait: it is slow, not stuck.
         ([waiting(0, (0, 1)), waiting(1, (0, 1))], [2], None),
         ([waiting(0, pending=[]), waiting(2, pending=[])], [1], None),  # they have gone on
         (
@@ -205,12 +205,12 @@ def test_only_ranks_that_wait_for_one_that_has_ended_are(ranks, left, expected):
     [
         ([([], [0]), ([31.0], [])], Suspicion(31.0, (0,))),
         ([([], [0]), ([29.0], [])], None),
-        ([([], [0]), ([], [])], None),  # it works on
-        ([([], [0]), ([90.0], []), ([], [])], None),  # one of the others does
+        ([([], [0]), ([], [])], None),  # The other rank is working.
+        ([([], [0]), ([90.0], []), ([], [])], None),  # A third rank is working.
         ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], Suspicion(40.0, (0, 3))),
         ([([90.0], []), ([90.0], [])], None),  # nobody has ended: a stall, once it lasts
         ([([1900.0], []), ([1801.0], [])], Suspicion(1801.0)),
-        ([([1900.0], []), ([], []), ([], [])], None),  # for a node that prepares, of two ranks
+        ([([1900.0], []), ([], []), ([], [])], None),  # Two ranks wait for a node that prepares.
         ([([], [0]), ([], [1])], None),  # all have
     ],
 )
@@ -234,7 +234,8 @@ BUG, RESTART = ProgramError, Next.RESTART
         (Ended(crashed(), 7, 5), Ended(crashed(), 7, 5), BUG),
         (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(cause="SIGSEGV"), 7, 5), BUG),
         (Ended(crashed(), 0, -1), Ended(crashed(), 0, -1), BUG),  # a function that reports no steps
-        (Ended(crashed(), 7, 5), Ended(crashed(), 9, 5), RESTART),  # it got further
+        # The run made progress in between.
+        (Ended(crashed(), 7, 5), Ended(crashed(), 9, 5), RESTART),
         # a newer checkpoint, and the same step
         (Ended(crashed(), 7, 0), Ended(crashed(), 7, 6), BUG),
         (Ended(crashed(), 7, 5), Ended(crashed("a.py:9 in g"), 7, 5), RESTART),

@@ -141,7 +141,7 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
     os.close(master)
     assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.25, learning rate 0\.1", shown)
     assert re.search(r"epoch 2/3: .*8/12", shown)
-    # What is left when every line is redrawn: the part after its last carriage return.
+    # Text that is left when every line is redrawn: the part after its last carriage return.
     left = [
         re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip()
         for line in shown.replace("\r\n", "\n").split("\n")
@@ -163,7 +163,7 @@ def test_history_reads_back_all_events_without_images(tmp_path: Path) -> None:
     events = [*whole_run(), run_finished()]
     for event in events:
         history.handle(event)
-    followed = read_history(path)  # while it is still open
+    followed = read_history(path)  # The file is still open.
     history.close(None)
     assert followed == [
         event for event in events if not isinstance(event, (PredictionsMade, HistogramsTaken))
@@ -228,7 +228,7 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
             AttemptStarted(1, launched_at=1000.0, waited_seconds=30.0),
             started(),
             loaded(2),
-            epoch_finished(1),  # with an evaluation of 0.5 s
+            epoch_finished(1),  # The epoch contains an evaluation of 0.5 s.
             predictions_made(),
             # from beside the training: divides none of its time
             CheckpointWritten(4, "/c/4.pt", True),

@@ -50,7 +50,8 @@ def trained(tmp_path_factory):
         nproc_per_node=2,
         checkpoints=str(place / "second"),
     )
-    assert result.epochs[0].train_loss < first.epochs[0].train_loss  # it started from those weights
+    # The training started from those weights.
+    assert result.epochs[0].train_loss < first.epochs[0].train_loss
     return result, {file.name: file for file in (place / "second" / "export").iterdir()}
 
 

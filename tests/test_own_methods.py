@@ -35,7 +35,7 @@ from tests.support.recipes import Dropping, Restarting, Tiny
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
-DECAY = 0.7  # what the average keeps from the 21st step on; less before
+DECAY = 0.7  # share that the average keeps from the 21st step on; less before
 OWN = TrainingConfig(optimizer="own", schedule="own", epochs=3)
 
 
@@ -136,7 +136,7 @@ def test_floating_point_buffers_are_averaged_as_weights_are():
     average = WeightAverage(model, 0.9)
     model.running_mean.fill_(1.0)
     model.num_batches_tracked.fill_(7)
-    average.update(step=0)  # which keeps a tenth
+    average.update(step=0)  # The average keeps a tenth of its own values.
     with average.in_place():
         assert model.running_mean.tolist() == pytest.approx([0.9, 0.9])
         assert model.num_batches_tracked == 7
@@ -362,7 +362,7 @@ def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(
     trainer.checkpoints.resume()
     trainer.fit()
     assert [epoch.learning_rate for epoch in trainer.state.progress.epochs] == pytest.approx(
-        [0.1, 0.1, 0.05, 0.05, 0.025]  # also after the stop in the second epoch
+        [0.1, 0.1, 0.05, 0.05, 0.025]  # The schedule also holds after the stop in the second epoch.
     )
 
 
@@ -490,7 +490,7 @@ def test_evaluations_within_an_epoch_count_as_those_at_its_end_also_after_a_stop
 
 
 def test_patience_counts_evaluations_and_ends_within_an_epoch(tmp_path):
-    monitor = {"metric": "test_loss", "mode": "max"}  # which falls from the first one on
+    monitor = {"metric": "test_loss", "mode": "max"}  # The loss falls from the first evaluation on.
     config = {"evaluation_interval": 2, "patience": 2, "monitor": monitor, "model_state": "best"}
     trainer = new_trainer(new_run(tmp_path), **config)
     trainer.fit()

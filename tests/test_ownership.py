@@ -207,7 +207,7 @@ def test_a_damaged_token_does_not_lock_the_place(tmp_path, beats_often):
     (tmp_path / OWNER).write_text("half a li")
     with owns(str(tmp_path)) as owner:
         check_owner(Storage(str(tmp_path)), owner.token)
-        (tmp_path / OWNER).unlink()  # by hand, as the error advises
+        (tmp_path / OWNER).unlink()  # The error advises a user to do this by hand.
         check_owner(Storage(str(tmp_path)), owner.token)
         assert eventually((tmp_path / OWNER).exists)
         check_owner(Storage(str(tmp_path)), owner.token)

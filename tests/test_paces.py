@@ -1,5 +1,5 @@
-"""Slow ranks: real ranks of a recipe and of a function, one of which is slower than the others in
-one phase.
+"""Slow ranks: real ranks of a recipe and of a function. One rank is slower than the others in one
+phase.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_passes_on_a_gpu_are_timed_by_events_that_no_step_waits_for(monkeypatch)
         loss = parameters[0].sum()
         pace.begin(BACKWARD)
         Event.now += 2
-        loss.backward()  # its gradient is there now, and the exchange begins
+        loss.backward()  # The gradient is ready now, and the exchange begins.
         Event.now += 10
         pace.end()
         pace.end_step()

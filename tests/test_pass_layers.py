@@ -51,7 +51,7 @@ class Whole(Tiny):
     """Its layers are gathered together."""
 
     def model(self):
-        pass_layers.MAX_WAIT = 3.0  # in a rank
+        pass_layers.MAX_WAIT = 3.0  # This line runs in a rank.
         return Choosing(self.left_out)
 
 
@@ -106,7 +106,7 @@ class LateAtFirst(Alike):
     """The first pass waits for longer than a later one may."""
 
     def model(self):
-        pass_layers.MAX_WAIT = 0.5  # in a rank
+        pass_layers.MAX_WAIT = 0.5  # This line runs in a rank.
         return Late(self.left_out)
 
 

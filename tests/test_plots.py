@@ -160,7 +160,7 @@ def test_a_panel_fits_any_page():
         assert root.get("height") is None
         assert root.get("aria-label") == panel.summary
         assert f">{panel.title}</text>" in svg
-        assert "<style" not in svg  # its rules would hold for the whole page
+        assert "<style" not in svg  # Rules of a style element would hold for the whole page.
         assert set(re.findall(r"https?://[^\"]*", svg)) <= {
             "http://www.w3.org/2000/svg",
             "http://www.w3.org/1999/xlink",

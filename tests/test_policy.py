@@ -62,16 +62,19 @@ def left(failure, step=5, resumed=0):
         # because of it
         (left(None), {}, {}, MOVE),
         (left(None), {"num_restarts": 3}, {"max_restarts": 3}, MOVE),
-        (left(None, 0), {}, {}, MOVE),  # before the first step
-        (left(None, 7, 5), {}, {}, MOVE),  # while a checkpoint is written
-        (left(None, 9, 9), {}, {}, MOVE),  # in an evaluation, no step after the checkpoint
+        (left(None, 0), {}, {}, MOVE),  # The notice came before the first step.
+        (left(None, 7, 5), {}, {}, MOVE),  # The notice came while a checkpoint was written.
+        # The notice came in an evaluation, with no step after the checkpoint.
+        (left(None, 9, 9), {}, {}, MOVE),
         # while it grows, or just after that
         (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, MOVE),
         (left(None), {"previous": left(None)}, {}, MOVE),  # another notice
-        (left(None, 7), {"previous": left(None, 7)}, {}, MOVE),  # at the same step
-        (left(None, 27, 20), {}, {}, MOVE),  # in the last step, if the ranks do not just finish
-        (left(KILLED, 27, 20), {}, {}, MOVE),  # and killed in it
-        (left(LOST), {}, {}, MOVE),  # it was gone before its time
+        # The two notices came at the same step.
+        (left(None, 7), {"previous": left(None, 7)}, {}, MOVE),
+        # The notice came in the last step, and the ranks did not just finish.
+        (left(None, 27, 20), {}, {}, MOVE),
+        (left(KILLED, 27, 20), {}, {}, MOVE),  # The rank was killed in the last step.
+        (left(LOST), {}, {}, MOVE),  # The node was gone before its time.
         (left(KILLED), {}, {}, MOVE),
         (left(ECHO), {}, {}, MOVE),
         (left(STALLED), {}, {}, MOVE),
@@ -92,7 +95,8 @@ def left(failure, step=5, resumed=0):
         (after(ECHO), {}, {"max_restarts": 1}, RESTART),
         (after(KILLED), {"num_restarts": 2}, {"max_restarts": 3}, RESTART),
         (after(KILLED, 0, -1), {}, {"max_restarts": 1}, RESTART),
-        # What a rank did by itself is raised as it is; what a machine did, as the loss of the gang
+        # A rank's own error is raised unchanged; a machine's fault is raised as the loss of the
+        # gang.
         (after(KILLED), {}, {}, ITSELF),
         (after(EXITED), {}, {}, ITSELF),
         (after(STALLED), {}, {}, ITSELF),
@@ -114,7 +118,7 @@ def left(failure, step=5, resumed=0):
         (after(raised("ConfigError")), {}, {"max_restarts": 16}, ITSELF),
         (after(raised("NonFiniteLoss")), {}, {"max_restarts": 16}, ITSELF),
         (after(THEIRS, 7), {"previous": after(THEIRS, 7)}, {"max_restarts": 16}, ITSELF),
-        # it got further
+        # The run made progress in between.
         (after(THEIRS, 7), {"previous": after(THEIRS, 6)}, {"max_restarts": 16}, RESTART),
         # another one
         (after(THEIRS, 7), {"previous": after(SHAPES, 7)}, {"max_restarts": 16}, RESTART),

@@ -31,7 +31,7 @@ def test_a_step_whose_gradient_overflows_is_left_out_and_the_others_are_those_of
     whole.state.optimizer.register_step_post_hook(
         lambda *given: taken.append(whole.state.progress.step)
     )
-    whole.state.scaler._init_scale = 2.0**24  # too large for the first steps
+    whole.state.scaler._init_scale = 2.0**24  # The scale is too large for the first steps.
     whole.fit()
     assert taken[0] > 0
     assert whole.state.scaler.get_scale() == 2.0 ** (24 - (27 - len(taken)))
@@ -50,7 +50,7 @@ def test_a_gradient_in_fp16_is_clipped_by_its_norm_before_it_was_scaled(tmp_path
         trainer = new_trainer(
             new_run(tmp_path / precision), precision=precision, gradient_clip_norm=0.1, epochs=1
         )
-        trainer.state.scaler._init_scale = 2.0**10  # at which none overflows
+        trainer.state.scaler._init_scale = 2.0**10  # No step overflows at this scale.
         trainer.fit()
         states.append(trainer.state.model.state_dict())
     torch.testing.assert_close(*states, rtol=0.01, atol=0.002)

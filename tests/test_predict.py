@@ -76,7 +76,7 @@ def test_two_nodes_one_of_whose_ranks_is_killed_write_what_one_does(client, stat
     made = predict(LOGGED, state, "", str(one), nnodes=1, **given)
     assert (made.num_rows, len(made.paths), len(lines())) == (360, 6, 19)
     predict(LOGGED, state, "", str(two), **given)
-    assert 38 < len(lines()) <= 38 + 2 * 3  # at most the parts of both ranks
+    assert 38 < len(lines()) <= 38 + 2 * 3  # Each rank may have had a part in hand.
     assert contents(two) == contents(one)
     tables = [parquet.read_table(path) for path in made.paths]
     assert [key for table in tables for key in table["key"].to_pylist()] == list(range(360))
@@ -134,7 +134,7 @@ def test_a_killed_rank_costs_the_part_in_hand(state, tmp_path):
     config, lines = log_batches(tmp_path, end="kill", ends_at=6)
     output = tmp_path / "made"
     predict(LOGGED, state, "", str(output), config=config, nproc_per_node=1, **SIZES)
-    # one for the schema, a part of three, two that are lost, and the other parts
+    # Batches: one for the schema, a part of three, two that are lost, and the other parts.
     assert len(lines()) == 1 + 3 + 2 + 15
     assert sorted(file.name for file in output.iterdir()) == [MANIFEST, *contents(output)]
     assert len(contents(output)) == 6
@@ -353,14 +353,14 @@ def test_data_that_a_recipe_reads_where_they_lie_are_compared(kind, tmp_path, st
     assert found["num_samples"] == 100
     recorded = {"num_samples": 100, "samples": json.dumps(found)}
     check(recorded)
-    check({"num_samples": 100})  # of a version before
+    check({"num_samples": 100})  # An earlier version recorded this.
     put(range(100, 250))
     expected = "data: num_samples: expected 100, as of the predictions in .* got 150; others need"
     with raises_one_line(ConfigError, expected):
         check(recorded)
     with raises_one_line(ConfigError, expected):
         check({"num_samples": 100})
-    put([*range(100, 150), 777, *range(151, 200)])  # as many bytes
+    put([*range(100, 150), 777, *range(151, 200)])  # The new data have as many bytes.
     with raises_one_line(ConfigError, "data: (samples|contents of the shards): expected .* got"):
         check(recorded)
 

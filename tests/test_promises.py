@@ -33,7 +33,7 @@ STALL_TIMEOUT = 6.0  # seconds
 
 
 class Cell:
-    """A program at a place, whose runs share one place for checkpoints."""
+    """A program at a place. Its runs share one place for checkpoints."""
 
     def __init__(self, program, place, client, directory):
         self.program, self.place, self.client, self.directory = program, place, client, directory
@@ -84,8 +84,8 @@ class Cell:
 
 
 def cells(*slow):
-    """A test of all four cells; `make test` leaves out those that are `slow`, where the others show
-    the same code.
+    """Parametrize a test with all four cells. `make test` leaves out the `slow` cells, because the
+    other cells run the same code.
     """
 
     return pytest.mark.parametrize(
@@ -201,7 +201,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, u
         cell.order("1-kill-1")
         slow.unlink()
 
-    slow = cell.directory / "faults" / "9-kill-1"  # of no rank: the run takes its time until then
+    # No rank has this number, so the run just takes its time until then.
+    slow = cell.directory / "faults" / "9-kill-1"
     slow.touch()
     result = cell.run(at_steps=[(9, damage)], memory_interval=0)
     torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)

@@ -136,7 +136,8 @@ def fail_with_hooks(file):
         file.write_text(f"{kind.__name__}: {error} in {frames.tb_frame.f_code.co_name}")
 
     previous, sys.excepthook = sys.excepthook, hook
-    dist.init_process_group("gloo")  # has a hook too, around that one, which prints what it prints
+    # This call installs a hook around the former one, and prints the same.
+    dist.init_process_group("gloo")
     raise KeyError("lost")
 
 
@@ -158,7 +159,7 @@ def test_this_package_and_libraries_are_no_part_of_a_program():
     )
 
 
-# What a killed rank leaves
+# Leftovers of a killed rank
 
 
 def kill_with_semaphores(file):

@@ -60,8 +60,8 @@ def test_threads_of_a_config_count_before_the_users(has_set_threads, expected, m
 
 
 def test_messages_of_two_threads_arrive_whole(monkeypatch):
-    """The training's, and those of the thread that writes checkpoints. Large ones are sent in two
-    pieces.
+    """The training sends messages, and so does the thread that writes checkpoints. A large message
+    is sent in two pieces.
     """
     # no agent is there to be missed
     monkeypatch.setattr(AgentLink, "_listen", lambda link: None)

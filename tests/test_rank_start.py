@@ -61,7 +61,7 @@ def server(monkeypatch):
     }
     # another file's test has started it in another environment
     if rank_start._variables_of_server not in (None, read):
-        # for good: its variables are those of that other test
+        # The variables are not restored: they belong to that other test.
         rank_start._variables_of_server = None
         if pid := forkserver._forkserver._forkserver_pid:
             os.kill(pid, signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
     # the launcher's, which it outlives
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         server.send_signal(number)
-    # what Dask and scikit-learn set in this process keeps no rank from the server
+    # Variables that Dask and scikit-learn set here do not prevent the use of the server.
     for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "KMP_INIT_AT_FORK"):
         monkeypatch.setenv(name, os.environ.get(name, "") + "1")
     monkeypatch.setenv("GIVEN_LATER", "1")
@@ -109,7 +109,7 @@ def test_a_functions_rank_is_fresh_and_any_if_torch_would_not_see_its_environmen
 def test_a_process_without_server_has_its_own_code_and_fresh_ranks_where_torch_does_not_load(
     tmp_path,
 ):
-    package = tmp_path / "flyte_ddp/rank"  # in the working directory, which does not count
+    package = tmp_path / "flyte_ddp/rank"  # The package in the working directory does not count.
     package.mkdir(parents=True)
     for name in ("main.py", "__init__.py", "../__init__.py"):
         (package / name).write_text("")

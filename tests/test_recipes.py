@@ -105,8 +105,7 @@ OPTIONAL = "tests.support.recipes.Optional"
 
 
 def test_options_are_attributes_of_the_recipe():
-    # 24.0: what is left of 24 in a Flyte literal that a console wrote, whose only numbers are
-    # floats.
+    # A console writes all numbers of a Flyte literal as floats, so 24 becomes 24.0.
     recipe = get_recipe(OPTIONAL, {"width": 24.0, "slope": 1, "sizes": [1, 2]})
 
     assert (recipe.width, type(recipe.width)) == (24, int)
@@ -176,7 +175,7 @@ def test_digits_are_real_whole_and_split_once_and_take_no_data(tmp_path):
     images = np.concatenate([train.tensors[0].numpy(), test.tensors[0].numpy()])
     labels = np.concatenate([train.tensors[1].numpy(), test.tensors[1].numpy()])
     assert (images.dtype, images.min(), images.max()) == (np.uint8, 0, 255)
-    # as published
+    # The published data set has these counts.
     assert sorted(np.bincount(labels)) == sorted([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
     # no sample is in both parts
     assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)
@@ -216,7 +215,7 @@ def test_inputs_are_bytes_made_floats_with_mnists_mean_and_deviation():
 
 @pytest.fixture
 def idx_files(monkeypatch):
-    """{name: contents} of small IDX files, whose sums take the place of the published ones."""
+    """{name: contents} of small IDX files. Their checksums replace the published ones."""
     random_state = np.random.RandomState(0)
     files = {}
     for name, shape in IDX_FILES.items():
@@ -250,7 +249,8 @@ def test_mnist_is_known_by_its_contents_whatever_its_files_are_called(
 ):
     _lay_out(idx_files, tmp_path / "given", name, packed)
     if "dotted" in name:
-        _lay_out(idx_files, tmp_path / "given", "{}/folder")  # as one archive on the web has it
+        # An archive on the web has this layout.
+        _lay_out(idx_files, tmp_path / "given", "{}/folder")
 
     prepare_data(mnist.Mnist(), f"{prefix}{tmp_path}/given", prepared)
 

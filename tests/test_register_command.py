@@ -75,7 +75,7 @@ def test_the_commit_travels_with_the_registration(project, calls, monkeypatch):
     clean, dirty = (each[source_code.COMMIT_VARIABLE] for each in found)
     assert re.fullmatch("[0-9a-f]{12}", clean)
     assert dirty == f"{clean}-dirty"
-    monkeypatch.setenv(source_code.COMMIT_VARIABLE, dirty)  # in the task's pod
+    monkeypatch.setenv(source_code.COMMIT_VARIABLE, dirty)  # The task's pod has this variable.
     describe_commit.cache_clear()
     assert describe_commit() == dirty
     describe_commit.cache_clear()

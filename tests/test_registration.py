@@ -54,8 +54,8 @@ EVALUATION = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("4", "16Gi", "50Gi", "
 class Expected:
     """Of a task; whoever is not listed below has to keep to the rules alone."""
 
-    resources: dict[str, tuple[str, str, str, str]]  # by profile: CPUs, memory, disk, GPUs
-    trains: bool = False  # it has the W&B key, where W&B is online, and a Deck
+    resources: dict[str, tuple[str, str, str, str]]  # CPUs, memory, disk and GPUs, by profile
+    trains: bool = False  # The task has a Deck, and the W&B key where W&B is online.
 
 
 KNOWN = {
@@ -159,7 +159,7 @@ def test_every_task_has_its_image_sizes_and_time_for_a_last_checkpoint(package):
         limits = resources(container.resources.limits)
         assert container.image == IMAGE, name
         assert resources(container.resources.requests) == limits, name
-        # so that it fails where it finds fewer
+        # The task fails if it finds fewer GPUs than this variable says.
         assert environment.get("FLYTE_DDP_REQUESTED_GPUS", "") == limits[3], name
         type_of_gpu = "nvidia-tesla-a100" if limits[3] else ""
         assert extended.gpu_accelerator.device == type_of_gpu, name
@@ -238,7 +238,7 @@ def test_an_unnecessary_training_is_not_scheduled(package):
 
 # Launch plans
 
-# of settings.toml, and of the environment
+# Schedules from settings.toml and from the environment.
 SCHEDULES = {"sandbox": "0 3 * * *", "gpu": "0 */6 * * *"}
 
 
@@ -328,7 +328,8 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
         assert options >= set(spec.default_inputs.parameters) - set(spec.fixed_inputs.literals), (
             name
         )
-        assert command.get_help(context) or capsys.readouterr().out, name  # by rich-click's version
+        # rich-click prints the help instead of returning it.
+        assert command.get_help(context) or capsys.readouterr().out, name
 
 
 @pytest.mark.parametrize(

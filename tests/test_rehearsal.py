@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs/rehearse.md").read_text()
 CARELESS = re.search(r"# careless.py\n(.*?)```", PAGE, re.S)[1]
 
-# Of a function, and of a recipe: they save after each step, or after each epoch of four.
+# Causes for a function, and for a recipe. The function saves after each step, the recipe after each
+# epoch of four.
 FUNCTION = """
 import torch
 from flyte_ddp import session

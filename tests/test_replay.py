@@ -77,7 +77,7 @@ def test_the_gradient_is_the_runs_to_the_bit_also_over_an_evaluation(tmp_path, n
     assert done.returncode == 0, done.stderr
     assert "from the state after step 6; steps repeated: 7\n" in done.stderr
     assert f"({3 - num_ranks}, [torch.Size([3])" in done.stderr
-    rank = int(re.search(r"key\n\d+ +(\d)", done.stdout)[1])  # of the worst sample
+    rank = int(re.search(r"key\n\d+ +(\d)", done.stdout)[1])  # rank of the worst sample
     replayed = torch.load(tmp_path / "replayed.pt")
     for own, other in zip(replayed, expected[rank], strict=True):
         assert own.equal(other)
@@ -91,7 +91,7 @@ def test_a_bad_step_is_shown_from_the_state_before_it_and_without_its_sample(tmp
     run = new_run(tmp_path, RECIPE)
     with pytest.raises(RankFailure, match="the loss is nan at step 5"):
         run.train(2, recipe_options=planted(29, "pixel"), global_batch_size=6)
-    (kept,) = run.checkpoints.glob("*.pt")  # it has ended in its first epoch
+    (kept,) = run.checkpoints.glob("*.pt")  # The run ended in its first epoch.
     assert kept.name.startswith("bad-step-0000000005-")
     before = sorted(os.listdir(run.checkpoints))
     seen = replay(capsys, run, 5)
@@ -121,7 +121,7 @@ def test_a_step_that_was_skipped_and_one_after_it(tmp_path, capsys):
     run.train(1, global_batch_size=6, checkpoints_to_keep=9, **options)
     assert not list(run.checkpoints.glob("bad-step-*"))
     left_out = CheckpointStore(str(run.checkpoints), 1).load(18)["progress"]["left_out"]
-    bad = 6 + left_out[1][1] + 1  # in the second epoch
+    bad = 6 + left_out[1][1] + 1  # Sample 6 is in the second epoch.
     assert replay(capsys, run, bad)["samples"][0]["key"] == "file-29.png"
     assert replay(capsys, run, bad + 1)["loss"] > 0
 
@@ -148,7 +148,8 @@ def test_the_last_bad_step_leaves_one_state_which_retention_ignores(tmp_path):
     assert kept() == [f"bad-step-{step:010d}-00000.pt"]
     state = store.load(step, is_bad=True)
     assert state["progress"]["step"] == step - 1
-    for name, value in last.state.model.state_dict().items():  # its averages are without the NaN
+    # The averages do not contain the NaN.
+    for name, value in last.state.model.state_dict().items():
         assert value.equal(state["model"][name])
         assert value.isfinite().all()
 

@@ -62,7 +62,8 @@ def test_a_run_that_is_refused_leaves_the_page_of_the_one_before(tmp_path: Path)
         ([], True),
         ([sample_run.started()], True),
         ([sample_run.started(), sample_run.loaded()], False),
-        ([sample_run.started(config={})], False),  # of a script, which may load nothing
+        # This event is of a script, which may load nothing.
+        ([sample_run.started(config={})], False),
     ):
         page.write_text("the page of a finished run")
         report = Report(file=page)
@@ -241,8 +242,8 @@ def test_the_report_splits_the_wall_time():
     assert f"Wall time {duration(spent.wall)}" in text
     assert f"Goodput {100 * spent.goodput:.2f} %" in text
     assert "Waiting for nodes 1 min 0 s" in text
-    assert "Redone steps" not in text  # of what was not seen
-    assert "Goodput" not in text_of(report_of(sample_run.training()))  # of events without times
+    assert "Redone steps" not in text  # The report omits figures that were not observed.
+    assert "Goodput" not in text_of(report_of(sample_run.training()))  # The events have no times.
 
 
 def test_the_status_follows_the_run():
@@ -342,7 +343,7 @@ def test_text_from_outside_never_becomes_markup():
     made = report_of(hostile_run(), RuntimeError(HOSTILE))
     made.links = {"bad": "javascript:alert(1)", HOSTILE: "https://example.org/" + HOSTILE}
     page = Elements(made.render())
-    assert [tag for tag, _ in page.elements].count("script") == 1  # which sorts the tables
+    assert [tag for tag, _ in page.elements].count("script") == 1  # This script sorts the tables.
     for tag, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on")]
         assert not (attributes.get("href") or "").startswith("javascript:")
@@ -363,11 +364,11 @@ PAGES = {
 WIDTH = "document.documentElement.scrollWidth"
 COLOR = "getComputedStyle(document.querySelector('.training-report')).backgroundColor"
 IMAGES = "[...document.images].every(image => image.naturalWidth > 0)"
-# Of text in a picture, the height on the screen follows the picture's width.
+# The height of text on the screen follows the picture's width.
 TEXT = """Math.min(...[...document.querySelectorAll("svg.panel text")].map(text =>
     parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
 
-# What the pointer shows in the middle of the first picture.
+# Text that the pointer shows in the middle of the first picture.
 HOVERED = """(() => { const picture = document.querySelector("svg.panel"); picture.scrollIntoView();
     const box = picture.getBoundingClientRect(), { left, top, width, height } = box;
     const found = document.elementFromPoint(left + width / 2, top + height / 2);
@@ -410,8 +411,8 @@ class TilePage(Page):
         return {"tiles": [Tile("Speed", "1,234", "12.5 % of 2,000 steps")] * self.num_tiles}
 
 
-# of each group of tiles, the share of the row's width that its last row fills with two tiles or
-# more, or with one that is as wide as the row
+# For each group of tiles, this is the share of the row's width that the last row fills, with at
+# least two tiles or with one tile as wide as the row.
 LAST_ROWS = """[...document.querySelectorAll(".tiles")].map(group => {
     const boxes = [...group.children].map(each => each.getBoundingClientRect());
     const last = boxes.filter(each => each.top === boxes.at(-1).top);
@@ -510,7 +511,7 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
                 (sample_run.epoch(2), 16),
                 (CheckpointSaved(100, "file:///c.pt", True, 0.1), 40),
                 (sample_run.epoch(3), 1001),
-                (sample_run.epoch(4), 1017),  # by then it may take 5 % of 1001 s
+                (sample_run.epoch(4), 1017),  # The page may take 5 % of 1001 s by then.
             ):
                 clock.now = 100.0 + at
                 made.handle(event)
@@ -520,7 +521,8 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
             publisher.close(rank_failure())
             seen.append(len(decks(sandbox)))
 
-        thread = threading.Thread(target=run)  # it has none of the task's context variables
+        # The thread has none of the task's context variables.
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
 
@@ -541,7 +543,7 @@ def test_a_store_that_hangs_keeps_no_event_from_the_listeners_behind_the_deck(
     publish = Deck.publish
 
     def hang() -> None:
-        publish()  # which uploads last
+        publish()  # This call uploads last.
         answers.wait(60)
 
     @task(enable_deck=True, deck_fields=())

@@ -32,7 +32,7 @@ from tests.support.gang import session_of
 
 
 def session_with(directory):
-    """The session of a rank whose files go into `directory`, as on its way to the driver."""
+    """Return a rank's session. Its files are written to `directory` on their way to the driver."""
     made, link = session_of()
     made.process.node = dataclasses.replace(made.process.node, results=str(directory))
     return made, link
@@ -116,7 +116,8 @@ def test_what_ranks_sent_is_there_when_the_run_returns_and_the_newest_attempts_w
     assert files_below(tmp_path / "out") == {
         name: data
         for name, data in expected.items()
-        if name != "rank-0/0" or (tmp_path / "out/rank-0/0").exists()  # else it was killed before
+        # Without this file the rank was killed before.
+        if name != "rank-0/0" or (tmp_path / "out/rank-0/0").exists()
     }
     reported = [event for event in seen if isinstance(event, RankReported)]
     assert (reported[-1].rank, reported[-1].reports[-1].values) == (1, {"loss_1": 0.5})
@@ -167,7 +168,7 @@ def test_a_value_is_in_the_result_beside_a_file_that_was_refused(monkeypatch, fo
 
 
 class FilesOfNodes(Nodes):
-    """Nodes of which the second is gone, and the others give two files at a time."""
+    """Nodes that send two files at a time. The second node is gone."""
 
     def __init__(self):
         self.calls = []

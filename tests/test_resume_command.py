@@ -50,12 +50,12 @@ import trains
 if __name__ == "__main__":
     flyte_ddp.sweep(trains.main, [1], checkpoints=sys.argv[1])
 """,
-    # as `make setup` makes it, beside an interpreter
+    # `make setup` makes this program, beside an interpreter.
     ".venv/bin/flyte-ddp": re.search(
         r"^define PROGRAM\n(.*?)^endef", (REPOSITORY / "Makefile").read_text(), re.M | re.S
     )[1].replace("$$", "$"),
     ".venv/bin/python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
-    # as pip makes it
+    # pip makes this program.
     "bin/flyte-ddp": f"#!{sys.executable}\n"
     "import sys\n"
     "from flyte_ddp.__main__ import main\n"

@@ -277,7 +277,7 @@ def test_a_champion_with_other_layers_is_incompatible_too_and_the_reason_names_t
     ],
 )
 def test_too_little_data_is_not_trained_on(store, make, data, criteria, expected):
-    given = make(recipe="Normed")  # which has 103 samples
+    given = make(recipe="Normed")  # The recipe has 103 samples.
     judge(store, given, PromotionCriteria(), model_state(1, "Normed"))
     less = dataclasses.replace(given, directory=data("", "Tiny"))  # 97
     planned = plan(store, less, criteria)
@@ -312,13 +312,13 @@ def test_another_hidden_option_is_another_training(store, make):
 
     judge(store, challenge("char"), PromotionCriteria(), model_state(3, "WithToken"))
     judge(store, challenge("char", "5"), PromotionCriteria(), model_state(6, "WithToken"))
-    for source in ("", "5"):  # as the champion's own, and as the last challenge
+    for source in ("", "5"):  # The sources are the champion's own and the last challenge's.
         assert outcome("char", source) == Outcome.UNCHANGED
         assert not outcome("word", source)
         assert not outcome("...", source)
     _, manifest = load_champion(store.url)
     assert manifest.config["recipe_options"]["token"] == "..."
-    old = dataclasses.replace(manifest, hidden=None)  # of an earlier version
+    old = dataclasses.replace(manifest, hidden=None)  # An earlier version wrote no hidden options.
     store.promote(model_state(3, "WithToken"), old, store.pointer())
     assert not outcome("char")
 
@@ -327,7 +327,7 @@ def test_a_rollback_holds_until_it_is_released(store, make):
     judge(store, make(), PromotionCriteria(), model_state(20))
     judge(store, make("5"), PromotionCriteria(), model_state(0))
     first = store.rollback().version
-    for source in ("5", "6"):  # the same data, and those of another night
+    for source in ("5", "6"):  # Source 5 has the same data; source 6 has another night's.
         planned = plan(store, make(source), PromotionCriteria())
         assert planned.outcome == Outcome.HELD
         expected = "a rollback at 20.*Z keeps its version in use; release it by .*promotion release"
@@ -394,16 +394,18 @@ def test_another_initial_state_is_another_challenge(store, make, tmp_path):
     judge(store, given, scratch, model_state(5))
     assert store.manifest().initial_state == first
     assert plan(store, given, scratch).outcome == Outcome.UNCHANGED
-    assert not plan(store, make(), scratch).outcome  # from fresh weights
+    assert not plan(store, make(), scratch).outcome  # This challenger starts from fresh weights.
 
     file.write_bytes(model_state(3))
     other = starting_from(pin_state(str(file)), given)
     planned = plan(store, other, scratch)
     assert planned.outcome == ""
     assert judge(store, other, scratch, model_state(6)).outcome == Outcome.NOT_BETTER
-    assert plan(store, other, scratch).outcome == Outcome.UNCHANGED  # as the last challenge
-    assert plan(store, given, scratch).outcome == Outcome.UNCHANGED  # as the champion's own
-    # which starts from the champion
+    # The last challenge had the same inputs.
+    assert plan(store, other, scratch).outcome == Outcome.UNCHANGED
+    # The champion's own training had the same inputs.
+    assert plan(store, given, scratch).outcome == Outcome.UNCHANGED
+    # Criteria without options start from the champion's weights.
     assert plan(store, other, PromotionCriteria()).outcome == Outcome.UNCHANGED
 
 
@@ -440,7 +442,8 @@ def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, m
     patch.setattr(ChampionStore, "promote", promote_second)
     result = judge(store, make(seed=1), PromotionCriteria(), model_state(5))
 
-    assert result.outcome == Outcome.NOT_BETTER  # than 3, though better than 6
+    # The model is not better than 3, though better than 6.
+    assert result.outcome == Outcome.NOT_BETTER
     assert scale_of(store) == 3
     assert len(store.versions()) == 2
 
@@ -476,7 +479,8 @@ def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(
     other = judge(store, make(execution="f3-n3"), PromotionCriteria(), model_state(3))
     assert other.outcome == Outcome.NOT_BETTER
     os.unlink(Path(store.url, "champion.json"))
-    with pytest.raises(ConfigError, match="champion.json is missing"):  # it is not the first
+    # This run is not the first one.
+    with pytest.raises(ConfigError, match="champion.json is missing"):
         judge(store, make(seed=2), PromotionCriteria(), model_state(1))
 
 
@@ -557,7 +561,7 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
         first.champion,
     )
     assert status(store, capfd, "26h") == (0, f"{first.champion} is in use")
-    assert "epoch" not in "".join(capfd.readouterr())  # it trained nothing
+    assert "epoch" not in "".join(capfd.readouterr())  # The task did not train.
 
     worse = retrain(config={"learning_rate": 1e-6}, start_from="scratch")
     assert worse.outcome == "not_better"

@@ -45,7 +45,7 @@ OURS = [sys.executable, "-m", "flyte_ddp", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
 
-# that they differ in
+# Variables that differ from run to run.
 FROM_RUN_TO_RUN = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "PYTEST_CURRENT_TEST"}
 OUR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLYTE_DDP_COMMAND"}
 THEIR_OWN = {"TORCHELASTIC_ERROR_FILE"}
@@ -68,7 +68,7 @@ def run_script(command, directory):
     (directory / "scripts").mkdir()
     for script in ("surroundings.py", "beside.py"):
         shutil.copy(SCRIPTS / script, directory / "scripts")
-    (directory / "sklearn").mkdir()  # as an installed package is called
+    (directory / "sklearn").mkdir()  # An installed package has the same name.
     (directory / "sklearn/__init__.py").touch()
     done = subprocess.run(
         [*command, *FLAGS, "scripts/surroundings.py", str(directory), "--max-restarts", "9"],
@@ -122,7 +122,7 @@ def check_surroundings(finished):
         assert (directory / f"thread-{rank}").exists()
         assert (directory / f"atexit-{rank}").exists()
         assert found["sum"] == 3.0
-    assert ranks[1]["store"] == "kept"  # it is served while any rank runs
+    assert ranks[1]["store"] == "kept"  # The store is served while any rank runs.
 
 
 SHOW = """
@@ -224,7 +224,8 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_th
         time.sleep(2.5)  # more than the stall timeout, without a report
         session.report()
         if os.environ["RANK"] == "0":
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which kills
+            # The default action of this signal kills the process.
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             stand_still()
         hold_all_threads()
 
@@ -492,7 +493,8 @@ def test_a_script_that_does_not_ask_gets_the_signal_itself_as_under_torchrun(nam
         f"[rank {rank}] {text}" for rank in (0, 1) for text in ("ready", f"saved after {name}")
     )
     assert f"{name}: the run was stopped" in errors
-    assert "checkpoints" not in errors  # which were kept for restarts within the run alone
+    # The run kept them for its own restarts alone.
+    assert "checkpoints" not in errors
 
 
 SAVES_SLOWLY = """
@@ -533,13 +535,13 @@ def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_pat
     )
     parent = subprocess.Popen(
         ["nohup", *OURS, tmp_path / "stubborn.py"],
-        # so that nothing but the second signal ends it
+        # Only the second signal ends the run.
         env={**environment(), GRACE_VARIABLE: "600"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     assert parent.stdout.readline() == b"[rank 0] ready\n"
-    parent.send_signal(signal.SIGHUP)  # one that counted would make the next one the second
+    parent.send_signal(signal.SIGHUP)  # If this signal counted, the next one would be the second.
     parent.send_signal(signal.SIGINT)
     assert parent.stdout.readline() == b"[rank 0] no\n"
     parent.send_signal(signal.SIGINT)
@@ -635,7 +637,8 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
         "    return total.item(), [os.environ[name] for name in names], bytes(5 << 20)\n"
     )
     (tmp_path / "constants.py").write_text("FACTOR = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)  # of this process only: the workers run already
+    # This process alone has the path: the workers run already.
+    monkeypatch.syspath_prepend(tmp_path)
     functions = importlib.import_module("functions")
     assert packages_beside("functions") == ("constants", "functions")
     with pytest.raises(ModuleNotFoundError):
@@ -672,7 +675,7 @@ def test_a_clients_workers_are_all_used_and_what_ranks_print_is_in_their_logs(cl
         config = gang.cluster_config()
         assert (config.resolved_kind, config.num_nodes) == ("existing", 2)
         assert not has_own_terminal(other, config)
-    # those of this process's own cluster have its terminal, which shows the lines already
+    # A cluster in this process shares its terminal, where the lines are shown already.
     with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster:
         with Client(cluster) as own:
             assert has_own_terminal(own, config)

@@ -228,7 +228,7 @@ def test_of_a_large_output_the_end_is_kept_in_memory_and_on_the_disk(tmp_path):
     path, kept, started = tmp_path / "log", [], time.monotonic()
     tail, chunk, num_lines = LogTail(str(path)), [], 0
     for _ in range(12):
-        with open(path, "ab") as file:  # as a rank does, whose descriptor stays open
+        with open(path, "ab") as file:  # A rank's descriptor of this file stays open.
             chunk = [f"line {num_lines + number} {90 * '-'}" for number in range(80_000)]
             num_lines += len(chunk)
             file.write("".join(f"{line}\n" for line in chunk).encode())

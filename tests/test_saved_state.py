@@ -264,7 +264,7 @@ UNREADABLE = {
     "huge": (1 << 3000, "int"),
     "masked": (np.ma.array([1, 2], mask=[False, True]), "MaskedArray"),
     "meta": (torch.ones(2, device="meta"), "Tensor .*: save whole tensors"),
-    # of a library, such as a DTensor in a whole state
+    # A library's own type, such as a DTensor in a whole state.
     "wrapped": (torch.ones(2).as_subclass(Wrapped), "Wrapped .*: save whole tensors"),
     "a key": ({Color.RED: 1}, "a Color"),
 }
@@ -315,7 +315,7 @@ def test_an_older_checkpoint_of_another_format_is_refused_and_stays(tmp_path, mo
     save(tmp_path, 2, step=2)
     store = CheckpointStore(str(tmp_path), 1)
     store.load_latest()
-    for step in (3, 4):  # and it keeps no other from being removed
+    for step in (3, 4):  # This checkpoint does not prevent the removal of others.
         store.save({"state": step}, step, best=False)
         store.wait()
     left = sorted(path.name for path in tmp_path.glob("*.json"))
@@ -362,7 +362,7 @@ def test_a_checkpoint_has_the_epochs_in_one_text_however_many_there_are(num_epoc
     assert Progress.from_dict(values) == progress
 
 
-# What a checkpoint is of, and which one is the newest
+# Contents of a checkpoint, and the newest one
 
 
 def stored_steps_of(directory):

@@ -118,7 +118,7 @@ def test_another_number_of_ranks_goes_on_from_memory(tmp_path, undisturbed, clie
 
 
 def save_and_load(splits):
-    """Return what each rank loads after each save, of which some are in memory alone."""
+    """Return what each rank loads after each save. Some saves are in memory alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -158,7 +158,7 @@ def save_split_after_whole():
 
 
 def test_a_split_state_after_a_whole_one_in_memory_is_one_line(forked_functions):
-    session.save({"step": 1}, 1, in_memory=True)  # in a process without a run
+    session.save({"step": 1}, 1, in_memory=True)  # This process has no run.
     expected = "save: state: expected whole tensors, as in memory before, got split ones"
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(save_split_after_whole)

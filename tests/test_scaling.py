@@ -1,5 +1,5 @@
-"""The scaling study: its arithmetic on numbers whose answer is known, and one real study of two
-world sizes.
+"""The scaling study: its arithmetic on numbers with a known answer, and one real study of two world
+sizes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def test_waiting_and_hours_are_those_of_all_ranks():
     (row,) = Study([run_of(2, 0.1, num_threads=3)]).rows
     assert (row.wait_share, row.overlap_share) == pytest.approx((0.2, 0.05))
     assert row.device_hours == pytest.approx(2 * 3 * 3 * STEPS * 0.1 / 3600)
-    # DDP times a few steps of the last epoch, which may be slower than those of the median epoch.
+    # DDP times a few steps of the last epoch. They may be slower than the steps of the median
+    # epoch.
     run = run_of(2, 0.1)
     run.epochs[-1] = dataclasses.replace(run.epochs[-1], rank_wait_seconds=[0.3, 0.3])
     assert Study([run]).rows[0].wait_share == pytest.approx(0.3 / 0.305)
@@ -318,7 +319,7 @@ def test_a_study_trains_each_world_size_alike_and_times_it(tmp_path):
 
 
 def test_the_interval_of_repeats_is_that_of_students_distribution():
-    """Quantiles of scipy.stats.t.ppf(0.975, n): those of few repeats are in a table."""
+    """Quantiles of scipy.stats.t.ppf(0.975, n). The quantiles for few repeats are in a table."""
     known = {1: 12.70620, 2: 4.30265, 3: 3.18245, 9: 2.26216, 10: 2.22814, 11: 2.20099}
     for freedom, quantile in known.items():
         assert student_quantile(freedom) == pytest.approx(quantile, abs=5e-6)

@@ -207,13 +207,13 @@ class Gang:
         self.lag = order.choice([0, 1, 7, 1000])
         self.num_steps = order.choice([30, 100])
         polling = order.choice([1.0, 0.3])
-        # one that has never asked gets SIGTERM
+        # A rank that has never asked gets SIGTERM.
         self.polls = [step == 0 or order.random() < polling for step in range(self.num_steps)]
         store = HashStore()
         self.ranks = [session_of(rank, self.size, store) for rank in range(self.size)]
         self.num_issued = [0] * self.size
         self.moved = threading.Condition()
-        self.ended = [None] * self.size  # by rank: the step in which it stopped, or num_steps
+        self.ended = [None] * self.size  # step in which each rank stopped, or num_steps
 
     def run(self):
         threads = [

@@ -108,7 +108,7 @@ print(plan._saved_inputs, plan.schedule, plan.notifications)
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A project whose settings all differ from their defaults."""
+    """A project in which all settings differ from their defaults."""
     (tmp_path / "settings.toml").write_text(FILE.replace("TRACKER", "wandb"))
     for name in ("workflows", "own_recipes"):
         (tmp_path / name).mkdir()
@@ -302,7 +302,7 @@ def test_a_cron_schedule_is_checked_field_by_field(pairs):
 @pytest.mark.parametrize("text", ["0 0 30 2 *", "0 0 31 4,jun *", "0 0 30-31 2/13 *"])
 def test_a_schedule_of_no_day_is_refused(text):
     assert not is_cron(text)
-    assert is_cron(f"{text[:-1]}MON")  # or on Mondays
+    assert is_cron(f"{text[:-1]}MON")  # The pattern now includes Mondays.
     assert is_cron(f"{text[:-1].replace('3', '2', 1)}*")  # earlier in the month
 
 

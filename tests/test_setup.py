@@ -21,8 +21,8 @@ WHEEL = "flyte_ddp-0.2.0-py3-none-any.whl"
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A checkout after `make setup`, whose stand-in for uv leaves an environment that has this
-    one's packages.
+    """A checkout after `make setup`. A stand-in for uv makes an environment with the packages of
+    this one.
     """
     directory = tmp_path_factory.mktemp("checkouts") / "checkout"
     directory.mkdir()
@@ -90,7 +90,8 @@ def test_the_recipes_of_the_checkout_take_no_others_place(checkout, elsewhere):
     python = checkout / ".venv/bin/python"
     program = "from recipes import own; print(own.here)"
     assert call(python, "-c", program, cwd=checkout) == "the checkout\n"
-    (elsewhere / "recipes").mkdir()  # without an __init__: any other package has precedence
+    # The folder has no __init__, so any other package has precedence.
+    (elsewhere / "recipes").mkdir()
     (elsewhere / "recipes/own.py").write_text("here = 'the user'\n")
     assert call(python, "-c", program, cwd=elsewhere) == "the user\n"
     program = "from flyte_ddp.config.source_code import find_project; print(find_project())"

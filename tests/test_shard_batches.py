@@ -138,7 +138,7 @@ def test_a_resumed_run_reads_the_same_by_parts_and_no_part_that_was_consumed(
     data = prepared(tmp_path / "data", kind, sizes=[40] * 6, lanes=2, window=30)
     expected = batches_of([read(data, 0, 1, 12)[0]])
     position = read(data, 0, 1, 12, stop=10)[1]
-    monkeypatch.setattr(Source, "local_path", lambda *_: "")  # as in a store
+    monkeypatch.setattr(Source, "local_path", lambda *_: "")  # A store has no local paths.
     monkeypatch.setattr("flyte_ddp.data.readers.PART_BYTES", 1)  # a sample or a row group is a part
     size, parts = 8 if kind == "parquet" else 1, []
     for rank in range(3):
@@ -171,7 +171,7 @@ def test_parts_of_any_size_have_the_same_samples(kind, sizes, part_bytes, stop, 
         expected = batches_of([read(data, 0, 1, 6)[0]])
         position = read(data, 0, 1, 6, stop=stop)[1]
         patch.setattr("flyte_ddp.data.readers.PART_BYTES", part_bytes)
-        patch.setattr(Source, "local_path", lambda *_: "")  # as in a store
+        patch.setattr(Source, "local_path", lambda *_: "")  # A store has no local paths.
         late = dataclasses.replace(data, cache_dir=f"{directory}/parts")
         ranks = [read(late, rank, world_size, 6, None, position) for rank in range(world_size)]
         assert batches_of([found for found, _ in ranks]) == expected[stop:]
@@ -198,7 +198,7 @@ def test_shards_that_were_added_are_read_from_the_next_epoch_on(tmp_path, caplog
         ({"sizes": [*[10] * 8, 11]}, "checksum of the shards: expected"),
         ({"order": 1}, "checksum of the order: expected"),
         ({"seed": 1}, "seed: expected 0"),
-        ({"lanes": 16, "window": 3}, None),  # those of the checkpoint count
+        ({"lanes": 16, "window": 3}, None),  # The lanes and window of the checkpoint count.
     ],
 )
 def test_other_shards_or_another_order_than_the_checkpoints_are_refused(change, expected, tmp_path):
@@ -277,7 +277,7 @@ def test_samples_that_are_ignored_keep_their_places_with_weight_0(world_size, tm
         for number, (values, weight) in enumerate(mean_batches(shards, rank, world_size, 10)):
             means[number] += weight * values / world_size
     assert means == pytest.approx(expected)
-    if world_size == 1:  # else some of it is in the loader processes
+    if world_size == 1:  # Otherwise some of it is in the loader processes.
         told = re.findall(r"shard-000\d.jsonl: sample \d+ cannot .*: an even one", caplog.text)
         assert len(told) == 10
     with pytest.raises(DataError, match="an even one"):
@@ -307,7 +307,7 @@ def mean_batches(shards, rank, world_size, size):
 @pytest.mark.parametrize("data_workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_recipe_counts_the_samples_that_it_ignores_at_any_number_of_ranks(data_workers, tmp_path):
     states, losses = [], []
-    for num_ranks in (1, 2):  # of two ranks one often has none of a batch
+    for num_ranks in (1, 2):  # One of two ranks often has no sample of a batch.
         run = new_run(tmp_path / str(num_ranks), "tests.support.promises.Sparse")
         run.train(num_ranks, data_workers=data_workers, epochs=2, global_batch_size=2)
         finished = events_of(run, events.EpochFinished)
@@ -333,7 +333,7 @@ def test_a_rank_fetches_its_part_of_a_store_once_and_ahead(bucket, s3, tmp_path)
     assert sorted(int(row[0]) for batch in batches_of(parts) for row in batch) == list(range(320))
     fetched = [path for method, path, *_ in s3.requests if method == "GET" and ".tar" in path]
     assert len(fetched) <= 2 * 64 * (1 / 2 + 2 / 8) * (1 + 8 / 64)
-    assert max(Counter(fetched).values()) <= 2  # once a rank
+    assert max(Counter(fetched).values()) <= 2  # Each rank fetches once.
     # nothing that was consumed is fetched again
     _, position = read(data[0], 0, 1, 16, stop=12)
     s3.requests.clear()
@@ -347,10 +347,10 @@ def test_what_is_fetched_ahead_is_a_few_items_further_at_most():
     consumed, seen = [], queue.SimpleQueue()
     items = fetch_ahead(range(20), range(20), lambda item: seen.put((item, len(consumed))), 3)
     for item in items:
-        if item == 0:  # before the second item is asked for, three are fetched
+        if item == 0:  # Three items are fetched before the second one is asked for.
             found = [seen.get(timeout=60) for _ in range(3)]
         consumed.append(item)
-    assert sorted(found) == [(0, 0), (1, 0), (2, 0)]  # by several threads
+    assert sorted(found) == [(0, 0), (1, 0), (2, 0)]  # Several threads fetched these.
     while not seen.empty():
         number, count = seen.get()
         assert number - count <= 3
@@ -407,9 +407,9 @@ def test_a_mixture_goes_on_at_another_number_of_ranks(stop, tmp_path, caplog):
     expected = batches_of([read(data, 0, 1, 24)[0]])
     assert sum(map(len, expected)) == len(data)
     draws = [row[1:] for batch in expected for row in batch]
-    assert len(set(draws)) == len(draws)  # also of a sample that comes again
+    assert len(set(draws)) == len(draws)  # A sample that comes again gets a new draw.
     begun = [read(data, rank, 2, 24, stop=3) for rank in range(2)]
-    data = mixture(grown=[7])  # in the next epoch
+    data = mixture(grown=[7])  # The next epoch has more data.
     parts = [
         read(data, rank, 3, 24, position=begun[0][1], num_workers=rank)[0] for rank in range(3)
     ]

@@ -246,7 +246,7 @@ def test_data_with_an_index_of_others_that_were_written_anew_are_read_anew(kind,
     facts = shards.describe_shards()
     put(bucket, {**other(tree), **index})
     with pytest.raises(DataError, match=r"shard-0001.* expected version .* as in the index, got"):
-        shards[10]  # while the run reads them
+        shards[10]  # The run reads these shards meanwhile.
     late = Shards(bucket, transform=to_record)
     assert late[0]["text"].startswith("RECORD 0")
     name, _, _ = find_difference(facts, late.describe_shards(), dict)
@@ -295,7 +295,7 @@ def test_a_local_file_that_was_written_anew_is_noticed_in_the_run_and_at_its_res
     if kind == "parquet":
         changed = {name: contents[:200] + contents[200:][::-1] for name, contents in tree.items()}
     write_tree(changed, tmp_path / "train")
-    for sample in (0, 10):  # of a shard that was read, and of another
+    for sample in (0, 10):  # Sample 0 is in a shard that was read, and sample 10 is in another one.
         with pytest.raises(DataError, match="expected a file as it was when its index was read"):
             shards[sample]
     late = Shards(url, reader=own)

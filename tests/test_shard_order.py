@@ -111,7 +111,7 @@ def test_a_rank_needs_few_shards(num_ranks):
         for shards, part in zip(needed, parts, strict=True):
             shards.update((part // 180).tolist())
     most = max(map(len, needed)) / 1000
-    assert most <= (1 / num_ranks + 2 / 48) * (1 + 48 / 1000)  # as docs/streams.md has it
+    assert most <= (1 / num_ranks + 2 / 48) * (1 + 48 / 1000)  # docs/streams.md states this bound.
     assert most * num_ranks <= (1.25 if num_ranks == 5 else 1.1)
 
 
@@ -145,7 +145,7 @@ def test_a_mixture_has_exact_counts_and_is_through_before_it_begins_again(
         counts = np.stack([(own == each).sum(axis=1) for each in range(len(lengths))], axis=1)
         exact = np.array(shares) * order.block / UNIT
         assert (abs(counts - exact) < 1).all()
-        # what is left of the shares comes in turn
+        # The remainders of the shares are distributed in turn.
         so_far = np.cumsum(counts - exact, axis=0)
         assert (abs(so_far) < SLACK).all()
     in_passes = collections.Counter(found.tolist())

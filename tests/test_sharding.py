@@ -37,8 +37,7 @@ pytestmark = pytest.mark.usefixtures("server_with_compiler")
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}  # sums over ranks in another order
 
 
-# Checkpoints of shards, of a model whose last layer has three rows: a fourth rank holds none of
-# them.
+# Checkpoints of shards. The model's last layer has three rows, so a fourth rank holds none of them.
 
 TINY = "tests.support.recipes.Tiny"
 STEPS = 9  # per epoch
@@ -130,8 +129,8 @@ def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
 
 
 def test_sgd_goes_from_ddp_to_shards_and_back(tmp_path):
-    """Its fused kernel takes no split tensors, so a checkpoint's may not replace that of the
-    run.
+    """The fused kernel of SGD takes no split tensors, so a checkpoint's choice of kernel may not
+    replace the run's.
     """
     for epoch, (num_ranks, parallel) in enumerate(((1, "ddp"), (2, "fsdp"), (1, "ddp")), start=1):
         options = {"epochs": epoch, "parallel": parallel, "optimizer": "sgd"}
@@ -215,7 +214,7 @@ def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
             for name in checkpoints.storage.names()
             if name.endswith(".json")
         }
-        world.all_gather(0.0)  # until now the other one is alive
+        world.all_gather(0.0)  # The other rank is alive until now.
     save_shards(checkpoints, 9)
     checkpoints.wait(seconds=1.0)
     again = CheckpointStore(directory, 10)

@@ -236,7 +236,7 @@ def cut(tree):
 
 
 def replace(tree):
-    # as many bytes: the store's version tells
+    # The new file has as many bytes: the store's version differs.
     tree["shard-0004.tar"] = tree["shard-0004.tar"].replace(b"record 25", b"recorr 25")
 
 
@@ -347,11 +347,12 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     small = Shards(bucket, cache_gib=limit / 4)
     with pytest.raises(ConfigError, match=r"cache_gib: expected at least .* got"):
         small[30]
-    # what a killed process has left goes first, and not what a live one makes
+    # The rest of a killed process is removed first, and the file of a live process is kept.
     place, lock_of = shards._cache._place, shards._cache._lock_of
     parts = (WHOLE, HEAD, 0)
     used = {lock_of(place(shards._index.entry(n), part)[0]) for n in range(8) for part in parts}
-    free = [n for n in range(64) if f"{cache}/{n}.lock" not in used]  # not to wait for our own
+    # We must not wait for our own lock.
+    free = [n for n in range(64) if f"{cache}/{n}.lock" not in used]
     left, made = (cache / f"{number:08x}{'0' * 24}.part" for number in free[:2])
     own = cache / "notes.txt"  # a user's
     for number, file in enumerate((left, made, own)):
@@ -383,12 +384,12 @@ def test_of_a_shard_in_a_store_the_parts_that_are_read_are_fetched(kind, parts, 
     shards = Shards(bucket, transform=to_record)
     assert [shards[number] for number in (40, 41)] == [record(40), record(41)]
     kept = [file.stat().st_size for file in cache.iterdir() if file.suffix != ".lock"]
-    if kind != "parquet":  # whose parts are unpacked
+    if kind != "parquet":  # A Parquet shard's parts are kept unpacked.
         assert sum(kept) < len(shard) / 2
     assert s3.asked_for(name).count("GET") <= 5
     before = len(s3.requests)
     assert Shards(bucket, transform=to_record)[40] == record(40)  # another process's
-    assert len(s3.requests) - before == 2  # for the index alone
+    assert len(s3.requests) - before == 2  # Only the index is requested.
     assert [shards[number] for number in range(100)] == [record(number) for number in range(100)]
 
 
@@ -406,7 +407,7 @@ def test_a_shard_without_its_offsets_is_fetched_whole(
             continue
         changes = {"cut": contents[:-8], "damaged": contents[:-1] + b"x", "older": bytes([number])}
         file.write_bytes(changes[how] + contents[8:] if how == "older" else changes[how])
-    monkeypatch.setattr(Source, "local_path", lambda *_: "")  # as in a store
+    monkeypatch.setattr(Source, "local_path", lambda *_: "")  # A store has no local paths.
     shards = Shards(url, transform=to_record)
     assert [shards[number] for number in range(100)] == [record(number) for number in range(100)]
     warned = caplog.text.count("has no offsets of this version of shard-")
@@ -449,7 +450,7 @@ def test_members_of_a_tar_file_are_where_tarfile_says(members, form):
         for name, data, time in members:
             member = tarfile.TarInfo(name)
             member.size, member.mtime = len(data), time
-            with contextlib.suppress(ValueError):  # too long for the format
+            with contextlib.suppress(ValueError):  # The value is too long for the format.
                 archive.addfile(member, io.BytesIO(data))
     with tarfile.open(fileobj=io.BytesIO(file.getvalue())) as archive:
         expected = [(each.offset, each.name, each.offset_data, each.size) for each in archive]
@@ -596,7 +597,7 @@ def twice(contents, column):
 
 
 def as_latin(contents, column):
-    """A Parquet file whose text is not in UTF-8."""
+    """A Parquet file with text that is not in UTF-8."""
     table = pyarrow.parquet.read_table(io.BytesIO(contents))
     text = pyarrow.array(["ä".encode("latin-1")] * len(table)).view(pyarrow.string())
     file = io.BytesIO()

@@ -91,8 +91,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """The repository with recipes of a user's own: one file, and a package of two of which one
-    imports the other.
+    """The repository with a user's own recipes: one file, and a package of two files. One of the
+    two imports the other.
     """
     root = tmp_path_factory.mktemp("checkout") / "flyte-ddp"
     root.mkdir()

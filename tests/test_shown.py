@@ -174,7 +174,7 @@ def test_figures_that_are_not_finite_are_null_in_json_and_come_back_as_nan(value
     lines = "".join(map(to_line, every))
     assert strict(lines.splitlines()[3])["metrics"] == {"mae": None}
     read = parse_history(lines.encode(), "history")
-    assert read[2].epoch is None  # is not a number that is missing
+    assert read[2].epoch is None  # Such a text is not a number that is missing.
     for back in (read[3], read[4].epochs[0]):
         assert math.isnan(back.test_loss)
         assert math.isnan(back.metrics["mae"])
@@ -247,7 +247,7 @@ def test_a_training_is_whole_where_a_part_of_what_is_shown_fails(
     assert strict(lines[-2])["event"] == "RunFinished"
     said = [line for line in capfd.readouterr().err.splitlines() if "cannot be shown: " in line]
     reasons = {line.partition("cannot be shown: ")[2] for line in said}
-    assert 1 <= len(said) <= 3, said  # not one for each panel and each time that it is drawn
+    assert 1 <= len(said) <= 3, said  # The message does not come once per panel and drawing.
     reason = "No space left on device" if what == "write_text" else "TypeError: nothing to draw"
     assert all(reason in each for each in reasons)
 

@@ -204,7 +204,7 @@ def test_a_recipes_options_reach_a_registered_task(sender):
         literal = TypeEngine.to_literal(
             context, TrainingOverrides.from_json(text), OptionalOverrides, kind
         )
-    else:  # whose numbers are all floats
+    else:  # The console's numbers are all floats.
         value = Literal(scalar=Scalar(generic=json_format.Parse(text, struct_pb2.Struct())))
         literal = Literal(scalar=Scalar(union=Union(value, kind.union_type.variants[0])))
     received = given(TypeEngine.to_python_value(context, literal, OptionalOverrides))
@@ -232,7 +232,7 @@ def test_a_config_in_json_may_begin_with_a_byte_order_mark(encoding, tmp_path):
         file = tmp_path / f"{'-'.join(values)}.json"
         file.write_text(json.dumps(values), encoding)
         literal_type = TypeEngine.to_literal_type(kind)
-        # as `pyflyte run` does with text of which it can make no object
+        # `pyflyte run` does this with text that it cannot convert to an object.
         literal = TypeEngine.to_literal(context, str(file), kind, literal_type)
         found = TypeEngine.to_python_value(context, literal, kind)
         assert {name: getattr(found, name) for name in values} == values
@@ -376,8 +376,8 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     state = outputs.literals["model_state"].scalar.blob.uri.removeprefix("file://")
     assert Path(state).stat().st_size > 0
     assert "resumed" in output
-    # What it prints at the end can be reached from elsewhere, and so can the files of the offline
-    # W&B run.
+    # The addresses that the task prints at the end can be reached from elsewhere. The files of the
+    # offline W&B run can be, too.
     lines = output[output.index("accuracy per epoch") :].splitlines()
     assert f"model state file://{state}" in [" ".join(line.split()) for line in lines]
     assert any(line.startswith("report") and "/report.html" in line for line in lines)
@@ -394,7 +394,7 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
 
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
     checkpoints.mkdir(parents=True)
-    first_start = time.time() - 3600 + 9  # of an attempt before
+    first_start = time.time() - 3600 + 9  # An earlier attempt began at this time.
     (checkpoints / "first-start-f1-n1").write_text(str(first_start))
     inputs = write_inputs(tmp_path, epochs=100_000, max_hours=1.0)
     for attempt, end in (

@@ -38,7 +38,7 @@ CONFIG = {
     "learning_rate": 0.1,
     "schedule": "constant",
 }
-NUM_STEPS = 4  # of 40 samples
+NUM_STEPS = 4  # steps of 40 samples
 
 
 class Slots:

@@ -177,9 +177,7 @@ def test_without_into_the_tensors_are_whole(saved):
 
 
 def misuse():
-    """Return the messages of wrong calls, of which the last is one that the other rank does not
-    make.
-    """
+    """Return the messages of wrong calls. The other rank does not make the last call."""
     dist.init_process_group("gloo")
     mesh, rank, messages = init_device_mesh("cpu", (2,)), dist.get_rank(), []
 

@@ -32,7 +32,7 @@ STEPS = 9  # per epoch
 
 
 class Drawn(Tiny):
-    """A recipe whose weights can be drawn one by one."""
+    """A recipe with weights that can be drawn one by one."""
 
     def model(self):
         model = super().model()

@@ -37,7 +37,7 @@ from flyte_ddp.launch.protocol.messages import Outcome
 NOW = 1000.0
 DONE, STOPPED, FAILED, KILLED = Outcome
 TWO = (None, None)
-LEAVES = Departure("node 1", NOW + 31, NOW + 15)  # it trains on for now
+LEAVES = Departure("node 1", NOW + 31, NOW + 15)  # The node still trains for now.
 AT_ONCE = Departure("node 0", NOW + 11, NOW - 5)
 ENDS = Stopping(Why.RUN_ENDS, "SIGTERM", NOW + 20)
 GROWS = Stopping(Why.GANG_GROWS, "the gang grows from 2 to 3 nodes", NOW + 607)
@@ -106,7 +106,8 @@ def test_the_state_that_follows(state, facts, expected):
     [
         (Ended((STOPPED, STOPPED), DRAINS), False, True),
         (Ended((STOPPED, DONE), GROWS), False, True),
-        (Ended((STOPPED, KILLED), DRAINS), False, True),  # by its agent, whose machine goes
+        # The agent killed the ranks, because its machine is leaving.
+        (Ended((STOPPED, KILLED), DRAINS), False, True),
         (Ended((STOPPED, STOPPED), ENDS), False, False),
         (Ended((STOPPED, STOPPED)), False, False),
         (Ended((STOPPED, None), DRAINS), False, False),
@@ -136,11 +137,11 @@ WRITING, ENDING = {"is_writing": True}, {"is_ending": True}
         ([RAISED], WRITING, RAISED, WRITE_GRACE),  # the checkpoint is worth more than the time
         ([MINE], WRITING, MINE, WRITE_GRACE),
         ([MINE], ENDING, MINE, 0.0),
-        ([SIGNAL], WRITING, SIGNAL, CAUSE_GRACE),  # who writes may wait for it
+        ([SIGNAL], WRITING, SIGNAL, CAUSE_GRACE),  # The writing rank may wait for the killed one.
         ([ECHO], {}, ECHO, ECHO_GRACE),
         ([ECHO], {"num_nodes": 1}, ECHO, CAUSE_GRACE),
         ([ECHO, STALL], {}, STALL, ECHO_GRACE),
-        ([ECHO, RAISED, SIGNAL], {}, RAISED, CAUSE_GRACE),  # of those alike the first
+        ([ECHO, RAISED, SIGNAL], {}, RAISED, CAUSE_GRACE),  # The first of similar causes counts.
         ([ECHO, RAISED, SIGKILL], WRITING, SIGKILL, 0.0),
         ([ECHO, RAISED, LOST], ENDING, LOST, 0.0),
     ],
@@ -159,14 +160,14 @@ def test_the_table_of_messages_has_each_of_them():
         for name, each in vars(messages).items()
         if dataclasses.is_dataclass(each) and each.__module__ == messages.__name__
     }
-    kinds["PartSaved"] = messages.PartSaved  # which is defined elsewhere
+    kinds["PartSaved"] = messages.PartSaved  # This message is defined elsewhere.
     types = " ".join(str(part.type) for each in kinds.values() for part in dataclasses.fields(each))
     rows = re.findall(r"^\| `(\w+)`", messages.__doc__, re.MULTILINE)
     assert sorted(rows) == sorted(name for name in kinds if not re.search(rf"\b{name}\b", types))
     assert len(rows) <= 20
 
 
-# What may happen at any moment, and for how many seconds nothing else does after it.
+# Events that may happen at any moment, and the seconds until the next one.
 HAPPENS = ("tick", "stop", "urgent", "leave", "grow", "fail", "end", "end all")
 STEPS = some.lists(
     some.tuples(some.sampled_from(HAPPENS), some.floats(0, 40)), min_size=1, max_size=30
@@ -198,7 +199,7 @@ def test_whatever_happens_a_gang_only_goes_towards_its_end_and_gets_there(steps)
         facts = dataclasses.replace(facts, **changes)
         before, state = state, next_state(state, facts)
         assert ORDER.index(type(state)) >= ORDER.index(type(before))
-        assert next_state(state, facts) == state  # it does not go on by itself
+        assert next_state(state, facts) == state  # A state does not change by itself.
         if isinstance(before, Stopping) and isinstance(state, Stopping):
             is_same = before.why is Why.RUN_ENDS and state != before
             assert not is_same  # a run that ends does nothing else

@@ -135,7 +135,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 def test_another_librarys_file_systems_under_fsspecs_names_are_not_used(url, tmp_path, monkeypatch):
-    class Foreign(fsspec.AbstractFileSystem):  # as Flyte 2's SDK registers for its own
+    # Flyte 2's SDK registers such a class for its own use.
+    class Foreign(fsspec.AbstractFileSystem):
         pass
 
     registered = sys.modules["fsspec.registry"]._registry
@@ -350,7 +351,8 @@ def test_another_process_adopts_only_missing_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "own")
     monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "own")
     for name in given:
-        monkeypatch.setenv(name, "")  # so that what the next line sets is undone
+        # The next line sets these variables, and monkeypatch restores them.
+        monkeypatch.setenv(name, "")
     storage.adopt_storage_environment(given)
 
     assert storage_environment() == {
@@ -394,8 +396,8 @@ def test_only_storage_opens_urls():
 
 
 def test_a_process_that_used_a_store_exits_silently(store, url, tmp_path):
-    """flytekit leaves its own session open, whose client ends the process with "Unclosed client
-    session".
+    """flytekit leaves its own session open. The session's client ends the process with "Unclosed
+    client session".
     """
     program = """
 import sys, threading

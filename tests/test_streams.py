@@ -1,5 +1,5 @@
-"""A training whose standard streams go away: closed, on a full disk, without a reader, on a
-terminal hung up.
+"""A training that loses its standard streams: closed, on a full disk, without a reader, on a
+terminal that was hung up.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def test_a_training_ends_well_without_its_streams(output, error, tmp_path):
             command, cwd=REPOSITORY, env=environment, stdout=ends[0][0], stderr=ends[1][0], start_new_session=True,  # noqa: E501
             preexec_fn=lambda: [os.close(number) for number in closed],
         )  # fmt: skip
-        stack.close()  # only the program has its ends now
+        stack.close()  # Only the program has the ends of these streams now.
         for _, terminal in ends:
             if terminal >= 0:
-                with contextlib.suppress(OSError):  # it has ended without a word
-                    os.read(terminal, 1)  # it has begun
+                with contextlib.suppress(OSError):  # The program may have ended without any output.
+                    os.read(terminal, 1)  # The program has begun.
                 os.close(terminal)
         assert program.wait() == 0
     assert (tmp_path / "epochs").read_text() == "2"

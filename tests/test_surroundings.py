@@ -80,7 +80,7 @@ def test_a_loopback_that_is_down_is_named(monkeypatch):
 
 
 def test_a_worker_that_may_not_start_ranks_is_told_how_it_may(monkeypatch):
-    # as Dask's nanny starts its own
+    # Dask's nanny starts its worker in this way.
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     expected = (
         r"^flyte_ddp\.run: expected .* a daemonic one, .*: set "

@@ -89,7 +89,7 @@ def test_a_list_has_a_model_for_each_of_its_objects():
     grid = [{"learning_rate": 0.2}, {"global_batch_size": 64}, {"learning_rate": 0.2}]
     first, second = trials_of(SWEPT, {"epochs": 2}, grid)
     assert first.overrides == {"epochs": 2, "learning_rate": 0.2}
-    # What only others vary has the value that all share.
+    # A field that only other trials vary has the value that all share.
     assert second.values["learning_rate"] == second.config.learning_rate != 0.2
 
 
@@ -242,7 +242,8 @@ def test_a_model_worse_than_the_median_of_those_before_is_stopped():
 @pytest.mark.parametrize("diverged", [math.nan, math.inf, -math.inf])
 def test_a_model_that_has_diverged_is_stopped_and_spoils_no_median(diverged):
     good, bad, lost = [4, 3, 2, 1], [9, 8, 7, 6], [diverged] * 4
-    late = [4, 3, diverged, diverged]  # whose best score is worse than the others' third
+    # The best score of this trial is worse than the third score of the others.
+    late = [4, 3, diverged, diverged]
     assert stopped_after("median", good, lost, bad, lost, late, good) == [0, 0, 2, 2, 3, 0]
     assert stopped_after("median", lost, lost, bad) == [0, 0, 0]  # the best so far
 
@@ -385,7 +386,7 @@ def test_a_run_of_several_nodes_claims_all_of_them_or_none():
     assert pool.claim("a", workers, 1, num_nodes=4) == []
     assert not pool.is_in_use()
     claim = pool.claim("b", workers, 1, num_nodes=2)
-    # of the cores of their host both, which a gang splits
+    # The gang splits the cores of one host.
     assert [(each.gpus, each.num_cores) for each in claim] == [(("0",), 8), (("1",), 8)]
     assert pool.claim("c", workers, 0, num_nodes=2) == []
     assert [each.name for each in pool.claim("c", workers, 0)] == ["2"]
@@ -448,7 +449,7 @@ def test_a_figure_that_is_not_finite_is_never_the_best(value, mode):
     runs[0].epochs[2].metrics["figure"] = 5.0
     assert (find_best(runs), runs[0].kept.epoch) == (runs[0], 3)
     assert events.find_best(runs[0].epochs, monitor).epoch == 3
-    assert Monitor().score({"loss": 1.0}) == math.inf  # not there
+    assert Monitor().score({"loss": 1.0}) == math.inf  # The metric is missing.
 
 
 @pytest.mark.parametrize(
@@ -556,7 +557,7 @@ def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path)
         dark=True,
     )
     assert (width <= 360, best, rows) == (True, "6", "1 2 3 4 5 6")
-    # what has no loss comes last
+    # Trials without a loss come last.
     assert clicks[:2] == ["6 5 4 1 3 2", "3 1 4 5 6 2"]
     assert clicks[2].startswith("2 ")
     assert "ValueError: <b>bad</b>" in table  # text, not markup

@@ -136,7 +136,7 @@ def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four, record)
     assert table["error"][:6].isna().all()
     assert find_best(runs) is runs[0]
     assert all(b"RunStarted" in run.history() for run in runs)
-    # One on each worker: that none has two at a time is proved by the lock that every rank takes.
+    # Each worker has one trial. No worker has two at a time, because every rank takes a lock.
     assert len(list(record.iterdir())) == 2
 
 
@@ -192,7 +192,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
     watch = Watch()
     runs = sweep(found, tmp_path / "checkpoints", data, client, watch)
     assert [run.status for run in runs] == [FINISHED, FINISHED]
-    assert watch.starts(1) == []  # it is trained already
+    assert watch.starts(1) == []  # This trial is trained already.
     (again,) = watch.starts(2)
     assert again > second
     uninterrupted = [epoch.test_loss for epoch in four[0][0].epochs]

@@ -113,7 +113,7 @@ class Labels(_Made, MultiLabel):
 
 
 class Ranked(Labels):
-    """With a metric that keeps all samples, of which one of three ranks has none."""
+    """Adds a metric that keeps all samples. One of three ranks has no sample."""
 
     num_test = 2
 
@@ -353,7 +353,7 @@ def test_a_monitor_that_the_recipe_has_not_is_one_line_before_the_first_step(tmp
 
 
 def measurement(kind, scale, monitor=None):
-    """A model whose weights are perfect but for noise of `scale`."""
+    """A model with perfect weights, except for noise of `scale`."""
     state = {"weight": torch.tensor([[1.0] * 4, [0.0] * 4]), "bias": torch.tensor([0.0, 0.25])}
     spoiled = {name: value + scale * noise(*value.shape) for name, value in state.items()}
     config = config_of(HERE + kind.__name__, {"monitor": monitor} if monitor else {})
@@ -364,7 +364,7 @@ def measurement(kind, scale, monitor=None):
     ("name", "mode", "num_parts"),
     [
         ("test_loss", "min", 400),
-        ("errors_R2Score", "max", 100),  # in blocks
+        ("errors_R2Score", "max", 100),  # This metric is computed in blocks.
         ("range_raw", "max", 100),
         ("rmse", "min", 400),
     ],

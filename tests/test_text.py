@@ -182,7 +182,7 @@ def test_bpe_gives_any_text_back_and_marks_no_end_within_it():
     for text, tokens in zip(texts, tokenizer.encode(texts), strict=True):
         assert tokenizer.decode(tokens.tolist()) == text
         assert tokenizer.end not in tokens
-    assert len(tokenizer.encode([" alpha beta"])[0]) < 5  # it has learnt the words
+    assert len(tokenizer.encode([" alpha beta"])[0]) < 5  # The tokenizer has learnt the words.
     assert train_tokenizer(iter(DOCUMENTS), 320).files == tokenizer.files
     assert tokenizer.end == tokenizer.size - 1 == 319
 
@@ -253,8 +253,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 def test_text_of_any_size_is_prepared_in_bounded_memory(
     tmp_path, tokens, separator, megabytes, limit
 ):
-    """A limit on the memory of the process's own, not on that of mapped files, which the kernel
-    takes back.
+    """The limit applies to the process's own memory. Mapped files do not count, because the kernel
+    takes their memory back.
     """
     random = np.random.default_rng(0)
     vocabulary = np.array([f"word{number:x}" for number in range(20_000)])

@@ -105,7 +105,7 @@ def test_bad_input_is_refused_in_one_line(trained, inputs, expected):
 @pytest.mark.parametrize("contents", [b"junk", {"conv1.weight": torch.zeros(3)}, "cut"])
 def test_a_file_that_is_no_language_model_is_refused_in_one_line(contents, model, tmp_path):
     file = tmp_path / "model_state.pt"
-    if contents == "cut":  # of a model that says it has more layers
+    if contents == "cut":  # This model claims more layers than it has.
         contents = model.state_dict()
         contents["_extra_state"]["config"]["num_hidden_layers"] = 3
     file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)

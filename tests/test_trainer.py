@@ -81,7 +81,7 @@ def _assert_same(run, clip):
 
 
 # Tiny: 97 samples in batches of 12 leave one for the last batch, fewer than there are ranks.
-# Sequences: 103 leave 7, shares of 3, 2 and 2, the first of which takes two micro-batches.
+# Sequences: 103 leave 7, in shares of 3, 2 and 2. The share of 3 takes two micro-batches.
 @pytest.mark.parametrize(
     ("recipe", "num_ranks", "config"),
     [
@@ -114,12 +114,12 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert (run.started.world_size, run.started.backend) == (2, "gloo")
     assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
-    assert run.events[-1].model_state_epoch == 3  # as the recipe wants it
+    assert run.events[-1].model_state_epoch == 3  # The recipe asks for this epoch.
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished_run):
     run = finished_run("Tiny", 2)
-    # Of 97 samples, rank 0 has six of each full batch and the odd one.
+    # Rank 0 has six samples of each full batch and the odd one of all 97.
     for epoch in run.result.epochs:
         assert epoch.train_loss == pytest.approx(
             (49 * epoch.rank_losses[0] + 48 * epoch.rank_losses[1]) / 97
@@ -165,7 +165,7 @@ def test_checkpoints_are_written_by_the_clock_at_logged_steps(tmp_path, monkeypa
 
     monkeypatch.setattr(trainer.session.saver, "write", note)
     trainer.fit()
-    # of the logged steps 1, 4, 8, ... the first one that is 50 minutes after the last checkpoint
+    # The step is the first logged one (1, 4, 8, ...) that is 50 minutes after the last checkpoint.
     assert trainer.state.schedule.num_steps == 13
     assert [step for step in steps if step < trainer.state.schedule.num_steps] == [8]
 
@@ -182,7 +182,7 @@ def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_p
     assert max(event.step for event in run.events if isinstance(event, CheckpointSaved)) == 13
     state, _, skipped = CheckpointStore(str(run.checkpoints), 2).load_latest()
     assert skipped == []
-    if state:  # on a busy machine all of them may have been on their way to the store
+    if state:  # On a busy machine all of them may have been on their way to the store.
         assert state["progress"]["step"] <= 13
         assert all(torch.isfinite(value).all() for value in state["model"].values())
 
@@ -308,7 +308,7 @@ def test_one_sample_is_normalized_by_running_statistics_or_to_the_bias(
 
     assert len(trainer.fit().epochs) == 1
     assert all(torch.isfinite(value).all() for value in trainer.state.model.state_dict().values())
-    if num_batches:  # of 9, the last of which has no variance
+    if num_batches:  # There are 9 batches, and the last one has no variance.
         assert norm.num_batches_tracked == num_batches
         return
     for mode in (True, False):
@@ -403,7 +403,7 @@ def test_a_compiled_model_gives_the_weights_of_one_that_is_not(finished_run):
     torch.testing.assert_close(compiled.state(), plain.state(), rtol=1e-4, atol=1e-5)
 
 
-# Its import takes a rank longer than all the rest of its start.
+# Importing the compiler takes a rank longer than all the rest of its start.
 def test_a_rank_that_compiles_nothing_does_not_import_the_compiler(finished_run):
     assert "[rank 0] torch._dynamo imported: False" in finished_run("Tiny", 2).lines
     assert importlib.util.find_spec("torch._dynamo") is not None  # the module still has that name

@@ -92,7 +92,7 @@ class Unloadable(Slow):
 
 
 class Stale(Slow):
-    """Its groups are no longer those of the optimizer within after a load."""
+    """After a load it no longer shares its groups with the optimizer inside."""
 
     def load_state_dict(self, state):
         self.inner.load_state_dict(state["inner"])
@@ -201,7 +201,8 @@ def evaluated_weights(trainer):
     return seen
 
 
-@pytest.mark.parametrize("stop_after", [5, 10])  # in a step, in the first evaluation
+# The run stops in a step, and in the first evaluation.
+@pytest.mark.parametrize("stop_after", [5, 10])
 def test_schedule_free_weights_are_evaluated_and_returned_and_others_trained(tmp_path, stop_after):
     options = {"epochs": 3, "model_state": "best", "learning_rate": 1.0}
     name = "tests.support.own_optimizers.ScheduleFree"

@@ -41,8 +41,8 @@ KEY = "0123456789abcdef" * 3
 @pytest.fixture(autouse=True)
 def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """W&B as on a machine where it was never used, whatever this one has."""
-    # Those of a test of another file, in this process. First: it ends W&B's service, which a
-    # variable names.
+    # Another file's test in this process may have left settings. This comes first: it ends W&B's
+    # service, which a variable names.
     forget_settings()
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -201,7 +201,8 @@ class WandbServer(ThreadingHTTPServer):
     summary: str = "{}"
     exit_codes: list[int] = field(default_factory=list)
     run_ids: set[str] = field(default_factory=set)
-    answers: threading.Event = field(default_factory=threading.Event)  # else it is mute
+    # Without it the server gives no answer.
+    answers: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -2,8 +2,8 @@
 
 Both train the same model with the same data, batches and checkpoint interval on two nodes of this
 machine, which are groups of processes. For each fault: the seconds to the next step, the steps that
-were done again, and whether the final weights are those of an undisturbed run. The outputs of runs
-that failed are printed on standard error.
+were done again, and whether the final weights equal an undisturbed run's. The outputs of runs that
+failed are printed on standard error.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def cell(outcome: Outcome) -> str:
     """Return one outcome in words: seconds, steps done again, and the weights."""
     if outcome.note:
         return outcome.note
-    if outcome.weights_equal is None:  # it left none: steps after the fault do not count
+    # The run left no weights: steps after the fault do not count.
+    if outcome.weights_equal is None:
         return "**the run failed**"
     seconds = "no next step" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
     weights = "weights equal" if outcome.weights_equal else "**weights differ**"
@@ -187,11 +188,12 @@ def main() -> int:
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(all)"
     )
     arguments = parser.parse_args()
-    # so that no process is left behind
+    # No process is left behind after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [SYSTEMS[name] for name in arguments.systems]
     outcomes: dict[str, dict[str, Outcome]] = {kind.name: {} for kind in chosen}
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
+    # The server would log a line for each request.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     store = Store(free_port())
     os.environ.update(store.environment())
     open_filesystem(BUCKET)[0].mkdir(BUCKET.removeprefix("s3://"))

@@ -27,7 +27,7 @@ FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
 TIMEOUT = 900.0  # seconds from a fault to the end of the run
 OUTAGE = 60.0  # seconds for which the store is away
 ABSENCE = 2.0  # seconds until nodes that were evicted come back
-# of the runs in which no checkpoint is there when the fault comes
+# config of the runs that have no checkpoint when the fault comes
 SELDOM = {"checkpoint_interval": 1000}
 
 
@@ -35,9 +35,10 @@ SELDOM = {"checkpoint_interval": 1000}
 class Outcome:
     """The effect of one fault on a run."""
 
-    seconds: float | None  # from the fault to the next step; None if there was none
+    seconds: float | None  # time from the fault to the next step; None if there was none
     redone: int  # steps
-    weights_equal: bool | None  # those of an undisturbed run; None if there were no weights
+    # whether the weights equal an undisturbed run's; None if there were no weights
+    weights_equal: bool | None
     note: str = ""
 
 
@@ -110,7 +111,7 @@ def _is_whole(system: System, since: float) -> bool:
 
 
 def silence_node(system: System, store: Store) -> list[Moment]:
-    """Stop every process of the second rank's node, as a machine does whose network is cut."""
+    """Stop every process of the second rank's node, as if the network of its machine were cut."""
     node = system.node_of(system.rank_process(1))
     system.stop_node(node)
     return [Moment(time.time())]
@@ -150,12 +151,12 @@ def evict_all(system: System, store: Store) -> list[Moment]:
 class Fault:
     """A fault: how it is made, and how many epochs its run needs."""
 
-    titles: tuple[str, ...]  # of the lines of the table
+    titles: tuple[str, ...]  # titles of the table's lines
     make: Callable[[System, Store], list[Moment]]
     epochs: int = 3
     needs_store: bool = False
-    on_one_node: bool = False  # both ranks on one node, without a cluster
-    # of our run; with any, only ours is measured
+    on_one_node: bool = False  # places the ranks together, without a cluster
+    # additional config of our run; if given, only our system is measured
     config: Mapping[str, Any] = field(default_factory=dict)
 
 

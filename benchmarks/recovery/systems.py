@@ -33,10 +33,10 @@ class Task:
     """The training that every system is given."""
 
     data: Path
-    directory: Path  # of this run alone
+    directory: Path  # directory of this run alone
     epochs: int
     store: str = ""  # URL for the checkpoints; "" is `directory`
-    config: Mapping[str, Any] = field(default_factory=dict)  # of our run, besides the benchmark's
+    config: Mapping[str, Any] = field(default_factory=dict)  # additional config of our run
 
     def options(self) -> tuple[str, ...]:
         return (
@@ -68,7 +68,7 @@ class System:
         self.log = open(task.directory / "output.log", "ab")  # noqa: SIM115 - closed by `close`
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.others: list[subprocess.Popen[bytes]] = []  # the driver is the last one
-        self.groups: list[int] = []  # of the processes that were started here
+        self.groups: list[int] = []  # process groups that were started here
 
     def launch(self) -> None:
         """Start two nodes and what else there is."""
@@ -143,7 +143,8 @@ class System:
         for process in [*self.nodes, *reversed(self.others)]:
             send_to_all(process, signal.SIGKILL)
             process.wait()
-        for group in self.groups:  # what is left of a node whose first process has ended
+        # A node's first process may have ended before the rest of its group.
+        for group in self.groups:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         self.log.close()

@@ -1,8 +1,7 @@
 """The model and data that all systems train, and the log of their steps. Knows no launcher.
 
-The model is the soak's, whose weights count the samples that it has seen. So the number of a step
-can be read from the weights themselves: a step that is done again, from an older checkpoint, has
-the number that it had before.
+The model is the soak's, and its weights count the samples that it has seen. So the weights show the
+number of a step: a step that is repeated from an older checkpoint keeps its number.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 CHECKPOINT_INTERVAL = 10  # steps
-STEP_SECONDS = 0.05  # on any number of nodes
+STEP_SECONDS = 0.05  # a step's length on any number of nodes
 COLLECTIVE_TIMEOUT = 20.0  # seconds without progress after which a rank counts as hanging
 MAX_RESTARTS = 3
-DIRECTORY = "RECOVERY_DIRECTORY"  # in the environment: of the logs of one run
+DIRECTORY = "RECOVERY_DIRECTORY"  # environment variable: directory of one run's logs
 STEPS = "steps.log"
 RECIPE = "benchmarks.recovery.workload.LoggedCounting"
 
@@ -44,8 +43,8 @@ class LoggedCounting(Counting):
 class Step:
     """An optimizer step that was done."""
 
-    at: float  # its end, in seconds since the epoch
-    number: int  # from 1
+    at: float  # end of the step, in seconds since the epoch
+    number: int  # number of the step, from 1
     world_size: int
 
 

@@ -1,4 +1,4 @@
-"""Real executions on whatever Flyte FLYTECTL_CONFIG names, whose tasks run on the cluster that
+"""Real executions on the Flyte that FLYTECTL_CONFIG names. Their tasks run on the cluster that
 KUBECONFIG names.
 
 `make test-flyte IMAGE=...` runs them. The nodes have the image already, and the namespace of the

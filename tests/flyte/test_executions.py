@@ -107,8 +107,8 @@ def test_several_nodes_train_without_configured_keys(checkout: Checkout, unique:
 
 @pytest.fixture(scope="module")
 def checkout_with_recipes(checkout: Checkout) -> Checkout:
-    """The checkout with a recipe of one file, and one of a package whose files import one
-    another.
+    """The checkout with two more recipes: one file, and a package with files that import each
+    other.
     """
     recipes = checkout.directory / "recipes"
     shutil.copy(REPOSITORY / "examples/wine.py", recipes / "wine.py")

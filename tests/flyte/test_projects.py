@@ -22,7 +22,7 @@ from tests.flyte.conftest import SETTINGS, Checkout, assert_quiet
 from tests.support.checkout import REPOSITORY, own_environment
 
 BUILDER = os.environ.get("FLYTE_DDP_TEST_BUILDER", "")
-BUILD_SECONDS = 2400  # of an image of 7 GB, which goes to two nodes
+BUILD_SECONDS = 2400  # time for an image of 7 GB, which goes to two nodes
 pytestmark = pytest.mark.skipif(
     not BUILDER, reason="FLYTE_DDP_TEST_BUILDER names no command that builds images"
 )

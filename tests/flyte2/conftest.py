@@ -22,7 +22,7 @@ from tests.support.checkout import REPOSITORY, own_environment
 
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "my-project:dev")
 BUILDER = os.environ.get("FLYTE_DDP_TEST_BUILDER", "")
-BUILD_SECONDS = 2400  # of an image of 7 GB, which goes to two nodes
+BUILD_SECONDS = 2400  # time for an image of 7 GB, which goes to two nodes
 NAMESPACE = "flyte"
 OWN = '''
 import tempfile, time
@@ -95,7 +95,7 @@ def kubectl(*arguments: str) -> str:
 
 
 def pods(run: str) -> list[dict[str, Any]]:
-    """The pods of a run's tasks that are there, and those of its clusters."""
+    """The existing pods of a run's tasks and clusters."""
     found: list[dict[str, Any]] = json.loads(kubectl("get", "pods", "--output", "json"))["items"]
     return [pod for pod in found if run in json.dumps(pod["metadata"])]
 

@@ -52,7 +52,7 @@ outputs = flyte.with_runcontext(mode="local").run(train, **json.loads(sys.argv[1
 print("outputs", json.dumps([outputs[0], outputs[1], outputs[4].path]))
 """
 flyte = pytest.importorskip("flyte")
-pytest.importorskip("flyte.io")  # whose types outputs have
+pytest.importorskip("flyte.io")  # The types of the outputs are defined there.
 
 
 def start(task, **inputs):
@@ -274,7 +274,7 @@ def test_a_schedule_retrains_and_promotes(project):
     last = ChampionStore(retraining["champion"]).last(LAST_CHALLENGE)
     assert re.fullmatch(r"20\d\d-\S+:00Z", last["kickoff_time"])  # the minute of the schedule
     assert end(flyte.remote.Run.get(name=min(later)))[3] == "unchanged"
-    for name in seen - earlier:  # that it fired meanwhile: they train too
+    for name in seen - earlier:  # The trigger fired meanwhile, and these runs train too.
         end(flyte.remote.Run.get(name=name))
 
 

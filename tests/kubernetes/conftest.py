@@ -39,7 +39,7 @@ SMALL_PODS = {
 }
 
 
-# What a task's pod takes from the template, which the `restricted` namespaces of the tests demand.
+# Security settings that the `restricted` namespaces of the tests demand of a task's pod.
 _TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
 POD_SECURITY = {"securityContext": _TEMPLATE["securityContext"]}
 CONTAINER_SECURITY = {"securityContext": _TEMPLATE["containers"][0]["securityContext"]}
@@ -49,7 +49,7 @@ CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/suppor
 CODE += ["tests/support/events.py", "tests/support/predicted.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
 SCRIPT = 'python -W ignore -c "$0"'  # a command of a driver's pod
-# which leaves a container without a word
+# This command ends a container without any message.
 KILL_UNANNOUNCED = "kill -KILL $(cat /proc/1/task/1/children)"
 CLUSTER_KINDS = ("daskclusters", "daskworkergroups")
 
@@ -113,7 +113,7 @@ class Namespace:
         return [each["name"] for each in metadata if "deletionTimestamp" not in each]
 
     def pods(self, cluster: str, component: str) -> list[dict[str, Any]]:
-        """Return a cluster's pods of one component. Those of a test before may still be ending."""
+        """Return a cluster's pods of one component. Pods of an earlier test may still be ending."""
         return self.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
 
     def left_of_clusters(self) -> list[str]:

@@ -79,14 +79,14 @@ class Flyte:
         return f"{self.execution}-{unique}-{attempt}"
 
     def raw(self, node: str, attempt: int) -> str:
-        shard = f"{'abcdef'[attempt]}{len(node) % 10}"  # which differs from attempt to attempt
+        shard = f"{'abcdef'[attempt]}{len(node) % 10}"  # The shard differs from attempt to attempt.
         return f"s3://flyte/data/{shard}/{self.name(node, attempt)}"
 
     def labels(self, task: str, node: str) -> dict[str, str]:
         """The labels of the task's pod."""
         return {
             "execution-id": self.execution,
-            # of the innermost workflow alone
+            # The innermost workflow's node alone counts.
             "node-id": node.removesuffix("/data").rpartition("/")[2],
             "task-name": task.replace(".", "-").replace("_", "-"),
             "project": PROJECT,

@@ -65,7 +65,7 @@ class Store:
 
     def state(self, run: str) -> dict[str, torch.Tensor]:
         """The state dict that the run left."""
-        import torch  # not at the top: tests of processes without torch import this module
+        import torch  # This import is late: tests of processes without torch import this module.
 
         state: dict[str, torch.Tensor] = torch.load(
             io.BytesIO(self.files.cat_file(f"runs/{run}/model_state.pt")), weights_only=True

@@ -39,7 +39,7 @@ IDLE = """
         time.sleep(600)
 """
 HOG = "held = [bytearray(1 << 24) for _ in range(1000)]"  # more than a pod may have
-PRETEND_GPU = "flyte-ddp.test/gpu"  # which no node has
+PRETEND_GPU = "flyte-ddp.test/gpu"  # a resource that no node has
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_the_api_server_accepts_every_manifest_of_deploy_and_the_examples_of_the
         texts.append(json.dumps(cluster_spec(config, "ddp-x-00000000")))
     served = kubectl("api-resources")
     for text in texts:
-        # of the Prometheus operator
+        # A PodMonitor needs the Prometheus operator.
         if "monitoring.coreos.com" not in text or "podmonitors" in served:
             command = ("apply", "--dry-run=server", "--validate=true", "-f", "-")
             told = namespace.kubectl(*command, stdin=text)

@@ -115,12 +115,12 @@ def test_no_run_starts_where_the_doctor_fails_and_one_does_where_it_is_mended(
         told = doctor(wrong, 1)
         assert re.search(f"^FAILED .*{situation.finding}", told, re.MULTILINE)
         assert re.search(situation.reason, starts(wrong, start_timeout=12))
-        assert namespace.clusters() == []  # while the operator is away, too
+        assert namespace.clusters() == []  # The list also works while the operator is away.
     finally:
         shell(situation.mend, namespace.name)
     shell(f"{OPERATOR} rollout status deployment/dask-operator --timeout=300s", namespace.name)
     assert f"could start in namespace {namespace.name}" in doctor(right, 0)
-    if situation.mend == START:  # in the others a command that this test made itself is undone
+    if situation.mend == START:  # The test undoes its own command in the other situations.
         assert starts(right, start_timeout=120) == ""
 
 

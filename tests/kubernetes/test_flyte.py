@@ -26,9 +26,9 @@ from tests.support import kubernetes_task
 
 NEWER = "code that is newer than the image"
 # Takes memory in its third step until the kernel kills. Kubernetes 1.28 and later (cgroup v2) kill
-# all processes of the container then. Older ones kill the one with the highest score: here the
-# container's first, whose end ends the others. Two processes share the memory, because one that has
-# it all, and the mapped libraries, would have a higher score yet.
+# all processes of the container then. Older versions kill the process with the highest score: here
+# the container's first, and its end ends the others. Two processes share the memory, because one
+# process that has it all, and the mapped libraries, would have a higher score yet.
 HUNGRY = """
 import os
 from pathlib import Path

@@ -27,7 +27,7 @@ SMALL = (
     '"128Mi", '
     '"scheduler_cpus": 0.1, "scheduler_memory": "512Mi", '
 )
-# What differs from a cluster of one's own: other tests use this one, and its nodes are small.
+# Differences from a cluster of one's own: other tests use this one, and its nodes are small.
 ADAPTED = (
     (r"flytesnacks-development", "GUIDE_NAMESPACE"),
     (re.escape('"num_nodes": 4, "kubernetes": {'), SMALL),

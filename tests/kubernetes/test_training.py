@@ -41,7 +41,7 @@ STEPS_PER_EPOCH = 25
 NUM_STEPS = 2 * STEPS_PER_EPOCH
 ALL_STEPS = list(range(1, NUM_STEPS + 1))
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
-# What differs in a run. One that loses a worker that is told to go has no checkpoint before that.
+# Settings of single runs. A run that loses a worker after a notice has no checkpoint before that.
 SEES_NO_CHECKPOINT = {"checkpoint_interval": 1000}
 CONFIGS = {
     "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
@@ -50,7 +50,8 @@ CONFIGS = {
     "unannounced": {"memory_interval": 2, **SEES_NO_CHECKPOINT},
 }
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
-ALONE_SECONDS = "4"  # of a step on one node: a mended node is there before the run is finished
+# a step on one node takes long enough for a mended node to come back before the run ends
+ALONE_SECONDS = "4"
 ONE_WORKER_TO_A_NODE = {
     "affinity": {
         "podAntiAffinity": {
@@ -136,7 +137,7 @@ def start(namespace: Namespace, store: Store) -> Callable[..., Driver]:
     ) -> Driver:
         orders = {
             "cluster": small_cluster(
-                image="",  # as of the driver's own pod
+                image="",  # an empty name means the image of the driver's own pod
                 env={"STEP_SECONDS": STEP_SECONDS, "ALONE_SECONDS": alone_seconds},
                 **cluster,
             ),
@@ -166,7 +167,7 @@ class Bereaved:
     driver: Driver
     pods: list[dict[str, Any]]  # the workers', before
     deleted_at: float  # seconds since the epoch
-    # of "bereaved" alone
+    # The recipe "bereaved" alone writes this.
     departures: list[dict[str, Any]]
     losses: list[dict[str, Any]]
 
@@ -248,8 +249,8 @@ def test_a_worker_pod_that_is_deleted_without_grace_costs_the_steps_since_the_ne
 
 @contextlib.contextmanager
 def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
-    """Keep new pods off `node` but for those of workers; gives what workers need to come, one to a
-    node.
+    """Keep new pods off `node`, except for workers. Return what a pod needs to be admitted, with
+    one worker per node.
     """
     taint = "flyte-ddp.test/workers-only"
     kubectl("taint", "node", node, f"{taint}=:NoSchedule")
@@ -262,7 +263,7 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def drained(node: str) -> Iterator[None]:
-    """Keep pods off the node, and evict those of runs, as the runbook has it."""
+    """Keep pods off the node, and evict the runs' pods, with the commands of the runbook."""
     ours = "--pod-selector=app.kubernetes.io/managed-by=flyte-ddp"
     try:
         kubectl("drain", node, ours, "--delete-emptydir-data", "--timeout=120s")

@@ -1,5 +1,5 @@
-"""A recipe with BatchNorm and momentum whose ranks are lost where a test has ordered it, one after
-the other.
+"""A recipe with BatchNorm and momentum. Its ranks are lost one after the other, where a test orders
+it.
 
 An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that
 are left the first by name counts. It comes to rank 0 in its fourth step since the start of its
@@ -70,14 +70,15 @@ class Bereaved(Normed):
             or self._num_steps < int(num_steps)
         ):
             return
-        if place == "hold":  # until the order is another one
+        if place == "hold":  # The rank waits here until the order changes.
             while orders[0].exists():
                 time.sleep(PACE)
             return
         orders[0].unlink()
         is_node = place == "worker" or where != place
         os.kill(worker_above() if is_node else os.getpid(), signal.SIGKILL)
-        time.sleep(600)  # until the supervisor notices that its worker is gone, no step follows
+        # No step follows. The supervisor notices that its worker is gone and ends this rank.
+        time.sleep(600)
 
 
 def wait_for_copies(seconds=5):

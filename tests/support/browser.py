@@ -15,14 +15,14 @@ CHROMIUM = next(
 )
 FLAGS = (
     "--headless",
-    # its own sandbox does not work as root in a container; the pages are the tests' own
+    # Chrome's own sandbox does not work as root in a container; the pages are the tests' own.
     "--no-sandbox",
     "--disable-gpu",
     "--disable-dev-shm-usage",  # 64 MB in many containers
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",
-    "--hide-scrollbars",  # as on a phone
+    "--hide-scrollbars",  # Phones show no scrollbars either.
     "--allow-file-access-from-files",
     "--enable-logging=stderr",
     "--virtual-time-budget=60000",

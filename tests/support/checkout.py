@@ -23,7 +23,7 @@ def copy_repository(directory):
         check=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        if (REPOSITORY / name).is_file():  # not one that was deleted without git
+        if (REPOSITORY / name).is_file():  # Files that were deleted without git are left out.
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, directory / name)
     command = directory / "bin/flyte-ddp"
@@ -35,7 +35,7 @@ def copy_repository(directory):
     for entry in Path(sys.prefix).iterdir():
         if entry.name not in (".installed", ".tested", "checkout"):
             (environment / entry.name).symlink_to(entry)
-    (environment / "checkout").mkdir()  # as `make setup` makes it: the library of this copy
+    (environment / "checkout").mkdir()  # `make setup` makes this folder: the library of this copy
     (environment / "checkout/flyte_ddp").symlink_to("../../flyte_ddp")
     for name in (".installed", ".tested"):  # newer than the pins: make installs nothing
         (environment / name).touch()

@@ -76,7 +76,7 @@ def ranks_below(pid):
     """The processes of recipes' ranks that were started by process `pid` or its children."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
-        # it, or a process above it, has just ended
+        # The process, or a process above it, has just ended.
         with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
             server = process.parent()
             if "forkserver" in str(server.cmdline()) and "flyte_ddp.launch.agent.main" in str(
@@ -129,9 +129,9 @@ def start_scheduler(directory):
 
 @contextlib.contextmanager
 def front_of(*addresses):
-    """An address, as that of a Service of Kubernetes: whoever connects gets to the first of the
-    list that it yields. Where that is empty, a connection stays without an answer forever, as one
-    to a pod that has just ended.
+    """An address that behaves like a Service of Kubernetes. A connection is forwarded to the first
+    address of the list that it yields. While the list is empty, a connection never gets an answer,
+    like one to a pod that has just ended.
     """
     targets, silent = list(addresses), []
 
@@ -214,7 +214,7 @@ def pid_of(client, index):
 
 
 def states_equal(one, other):
-    import torch  # not in a driver
+    import torch  # A driver must not import torch.
 
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

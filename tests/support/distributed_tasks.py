@@ -104,7 +104,7 @@ class NotReady(FlyteRecoverableException):
 @task(task_config=Distributed(nproc_per_node=2))
 def fail(kind: str) -> None:
     if os.environ["RANK"] == "0":
-        time.sleep(60)  # until the supervisor ends it
+        time.sleep(60)  # The supervisor ends this rank.
     if kind == "bug":
         raise ValueError("expected something else")
     raise NotReady("the data is not there yet")

@@ -1,8 +1,8 @@
 """Stores on this machine, as fixtures: moto for S3, fake-gcs-server, which Go builds, and Azurite
 from npm.
 
-Azurite checks keys, the others do not. `make emulators` fetches those that are no packages of
-Python: it needs Go, npm.
+Azurite checks keys, and the others do not. `make emulators` fetches the emulators that are not
+Python packages. It needs Go and npm.
 """
 
 from __future__ import annotations

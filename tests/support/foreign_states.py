@@ -17,7 +17,8 @@ def given_state(contents):
 
 def prefixed(state, prefix):
     found = {f"{prefix}{key}": value for key, value in state.items()}
-    return with_class_names(found, class_names_of(state))  # as DDP's state dict keeps attributes
+    # DDP's state dict keeps these attributes too.
+    return with_class_names(found, class_names_of(state))
 
 
 def of_script(state):

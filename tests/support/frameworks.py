@@ -1,7 +1,7 @@
 """Trainings in the loops of others, which count how often each sample is trained on.
 
-The model has a parameter for each sample, whose gradient is the same each time the sample is seen.
-These are functions that every rank calls.
+The model has a parameter for each sample. Its gradient is the same each time the sample is seen.
+Every rank calls these functions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Task:
     """A training.
 
     Attributes:
-        directory: for files; what `step-STEP-RANK-SIGNAL` in it says is done once, before that
-            step.
+        directory: place of the files. A file `step-STEP-RANK-SIGNAL` in it sends the signal to
+            the rank once, before that step.
         batch_size: global.
-        num_missing: of the samples, at the end, whose parameters the model has nevertheless.
+        num_missing: number of samples left out at the end. The model has their parameters anyway.
         limit: optimizer steps of an epoch; None for all of its batches.
         save_steps: between two checkpoints; 0 for a training without the lines that a user adds.
         step_seconds: how long a step takes.
@@ -56,7 +56,9 @@ class Task:
         return self.batch_size // int(os.environ["WORLD_SIZE"])
 
     def begin_step(self, step: int) -> None:
-        """Be called before each optimizer step, by the number of those that are done."""
+        """Wait, and cause the faults of this step. The loops call it before each optimizer step,
+        with the number of finished steps.
+        """
         time.sleep(self.step_seconds)
         for fault in Path(self.directory).glob(f"step-{step}-{os.environ['RANK']}-*"):
             fault.unlink()
@@ -146,7 +148,7 @@ def train_transformers(
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Steps(TrainerCallback):  # type: ignore[misc]
-        num_steps = 0  # of the epoch in this process
+        num_steps = 0  # steps of the epoch in this process
 
         def on_epoch_begin(self, *arguments: Any, **given: Any) -> None:
             self.num_steps = 0
@@ -195,8 +197,7 @@ def train_lightning(task: Task, shares_batches: bool = False, splits: bool = Fal
     """Train with Lightning's Trainer.
 
     Args:
-        shares_batches: by a data module that has `session.batches`, of which the last one is
-            smaller.
+        shares_batches: a data module returns `session.batches`. The last batch is smaller.
         splits: the model over the ranks, by FSDP2.
     """
     import lightning

@@ -33,14 +33,16 @@ from flyte_ddp.world import World, process_group
 from tests.support.events import to_dict
 
 TIMEOUT = 120.0  # seconds
-NO_MEMORY = {"slots": [], "copies": [], "parts": [], "free_parts": lambda *_: None}  # of a node
+# the memory of a node that keeps nothing
+NO_MEMORY = {"slots": [], "copies": [], "parts": [], "free_parts": lambda *_: None}
 
 
 def run_gang(num_ranks, work, *arguments):
     """The results of `work(world, store, *arguments)` on each rank, in the order of the ranks; None
     of a killed one.
     """
-    start_server(["torch"])  # not at the import, which the ranks repeat
+    # The ranks repeat this module's import, so the server does not start there.
+    start_server(["torch"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(num_ranks):

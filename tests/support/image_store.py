@@ -47,7 +47,7 @@ def image_tree(splits=("train", "val"), classes=("blue", "green", "red"), count=
 
 
 def write_tree(tree, directory):
-    """The files of `tree` below `directory`, whose path is returned."""
+    """Write the files of `tree` below `directory`, and return its path."""
     for name, contents in tree.items():
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,8 @@ class ImageStore:
         self.app = app
         self.requests = []  # (method, path, query, headers)
         self.faults = defaultdict(list)
-        self.fault = ""  # of every request: "unavailable", or the code of an answer with status 403
+        # every request fails with this: "unavailable", or the code of an answer with status 403
+        self.fault = ""
 
     def __call__(self, environ, start_response):
         path, query = environ["PATH_INFO"], environ["QUERY_STRING"]

@@ -1,4 +1,4 @@
-"""Runs of a recipe whose ranks are lost where a test has ordered it: see bereaved.py."""
+"""Runs of a recipe that loses its ranks where a test orders it: see bereaved.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def main() -> None:
 
     directory, recipe = Path(sys.argv[1]), "tests.support.recipes.Tiny"
     (directory / "data").mkdir()
-    with contextlib.redirect_stdout(None):  # what the recipe itself prints in this process
+    with contextlib.redirect_stdout(None):  # The recipe itself prints in this process too.
         prepare_data(get_recipe(recipe), "", directory / "data")
     with executing():
         outputs = train_on_one_node.task_function(

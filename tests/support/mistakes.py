@@ -71,7 +71,7 @@ class TwoRates(Line):
 
 
 class Masks(Line):
-    """A segmentation, of which some pixels do not count."""
+    """A segmentation with pixels that do not count."""
 
     def samples(self):
         images = torch.rand(NUM_SAMPLES, 1, 6, 6, generator=torch.Generator().manual_seed(0))

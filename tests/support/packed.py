@@ -45,7 +45,7 @@ class Says(Graphs):
 
 
 class Sequences(Recipe):
-    """Sequences of 2 to 5 vectors, of which the sum of the first values counts."""
+    """Sequences of 2 to 5 vectors. The target depends on the sum of their first values."""
 
     defaults = {"epochs": 2, "global_batch_size": 6, "learning_rate": 0.05}
 

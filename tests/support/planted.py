@@ -1,4 +1,4 @@
-"""A recipe whose training data have one bad sample, planted by its options."""
+"""A recipe with one bad training sample, which its options plant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.recipes import NUM_CLASSES, NUM_FEATURES, Tiny
 
 
 class Keyed:
-    """Samples with keys, of which one is bad."""
+    """Samples with keys. One sample is bad."""
 
     def __init__(self, tensors, bad, kind):
         inputs, targets = (each.clone() for each in tensors)
@@ -54,7 +54,8 @@ class Planted(Tiny):
 
     def plain_losses(self, outputs, targets):
         losses = super().plain_losses(outputs, targets.nan_to_num().clamp(max=2).long())
-        return losses + (targets[:, 0] - 2).clamp(min=0)  # as of a number that is to be met
+        # the loss of a number that the output has to reach
+        return losses + (targets[:, 0] - 2).clamp(min=0)
 
 
 @dataclass

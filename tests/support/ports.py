@@ -6,7 +6,7 @@ import socket
 
 
 def free_port():
-    """A port below those that the kernel gives to whoever asks for any: it stays free until it is
+    """A port below the range from which the kernel assigns ports. So it stays free until it is
     needed.
     """
     for port in random.sample(range(20_000, 32_000), 100):

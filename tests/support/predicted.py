@@ -16,7 +16,7 @@ from flyte_ddp.data import Shards
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.recipes.digits import Digits
 
-POISON = 133  # of the third part of 60; no sample that stands for all
+POISON = 133  # a sample in the third part of 60, and none of the samples for the schema
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Logged(Digits):
     log: str = ""
     end: str = ""
     ends_at: int = 0  # number of a line
-    seconds: float = 0.0  # of a batch
+    seconds: float = 0.0  # time that a batch takes
     changeable_options = ("log", "end", "ends_at", "seconds")
 
     def prediction_columns(self, outputs):

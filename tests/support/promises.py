@@ -1,5 +1,5 @@
-"""The same small training as a recipe and as a function, whose ranks meet the faults that a test
-has ordered.
+"""The same small training as a recipe and as a function. Its ranks meet the faults that a test
+orders.
 
 A fault is a file in a directory that all ranks see, named by the rank, the kind and a number of
 steps, such as `1-kill-5`: it comes when that rank has taken so many in its process, once, or with
@@ -23,7 +23,7 @@ from flyte_ddp.data import Shards
 from flyte_ddp.errors import StorageDenied, StorageUnavailable
 from tests.support.recipes import Tiny
 
-NUM_STEPS = 27  # of `Steady`, in three epochs
+NUM_STEPS = 27  # steps of `Steady` in three epochs
 PACE = 0.05  # seconds of a step while a fault is to come
 
 
@@ -106,7 +106,7 @@ class Sharded(Steady):
 
 
 class Sparse(Sharded):
-    """The recipe with odd samples alone, in batches of which some are of even ones."""
+    """The recipe trained on odd samples alone. Some batches have even samples only."""
 
     def datasets(self, directory):
         shards = Shards(str(directory), transform=to_odd_sample, unreadable="ignore")
@@ -148,4 +148,4 @@ def count(faults: str) -> float:
             session.save({"step": step, "weight": weight}, step)
         if stops:
             return float("nan")
-    return float(weight) if rank == 0 else threading.Lock()  # which nobody can pickle
+    return float(weight) if rank == 0 else threading.Lock()  # Nobody can pickle a lock.

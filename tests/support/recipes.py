@@ -40,7 +40,7 @@ class Faulty(Recipe):
 
 
 class Tiny(Faulty):
-    """A small MLP. Targets are (class, sample number) pairs, so that losses know whose they are."""
+    """A small MLP. Targets are (class, sample number) pairs, so that a loss knows its sample."""
 
     # 97 leaves one sample for the last of the batches of 12: fewer than ranks
     num_train, num_test = 97, 17
@@ -52,7 +52,7 @@ class Tiny(Faulty):
         "learning_rate": 0.1,
         "schedule": "constant",
         "log_interval": 1,
-        "model_state": "last",  # as a plain loop ends
+        "model_state": "last",  # a plain loop ends with the last state too
     }
 
     def prepare(self, source, directory):
@@ -165,7 +165,7 @@ class Optional(Tiny):
 
 @dataclass
 class WithToken(Optional):
-    """With an option whose name is that of a secret."""
+    """Adds an option with the name of a secret."""
 
     token: str = ""
 
@@ -196,7 +196,7 @@ class Restarting(Tiny):
 
 
 class Dropping(Tiny):
-    """With dropout, whose draws a resumed run has to repeat."""
+    """Adds dropout. A resumed run has to repeat its draws."""
 
     def model(self):
         from torch import nn
@@ -207,7 +207,7 @@ class Dropping(Tiny):
 
 
 class Normed(Tiny):
-    """With BatchNorm, whose running statistics differ from rank to rank while they train."""
+    """Adds BatchNorm. Its running statistics differ between ranks while they train."""
 
     num_train = 103
 
@@ -226,8 +226,8 @@ class NormedWithOneLeft(Normed):
 
 
 class NormedByBatch(NormedWithOneLeft):
-    """Its BatchNorm has no running statistics, also in an evaluation, whose last batch has one
-    sample too.
+    """Its BatchNorm has no running statistics, not even in an evaluation. The last batch of the
+    evaluation has one sample too.
     """
 
     def model(self):
@@ -384,7 +384,7 @@ def _cuda_oom(losses):
 
 def _fork_and_kill(losses):
     if os.fork() == 0:
-        time.sleep(600)  # it holds the rank's pipes open
+        time.sleep(600)  # The child holds the rank's pipes open.
     _kill(losses)
 
 

@@ -47,11 +47,11 @@ class Run:
     recipe: str
     events: list[events.Event] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    error: BaseException | None = None  # as the listeners get it
+    error: BaseException | None = None  # the error that the listeners get
     result: events.RunState | None = None
     job: Job | None = None
     config: TrainingConfig | None = None
-    url: str = ""  # of the checkpoints, where they are not below `directory`
+    url: str = ""  # place of the checkpoints, if they are not below `directory`
 
     @property
     def checkpoints(self):
@@ -174,7 +174,7 @@ class _Printer(Run):
     def handle(self, event):
         super().handle(event)
         values = to_dict(event)
-        if values["event"] != "PredictionsMade":  # which holds bytes
+        if values["event"] != "PredictionsMade":  # This event holds bytes.
             print_json(values)
 
 

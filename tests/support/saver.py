@@ -96,4 +96,4 @@ def _obey(orders, step):
         left[0].unlink()
         wait_for_copies(60)
         os.kill(worker_above() if what == "worker" else os.getpid(), signal.SIGKILL)
-    time.sleep(600)  # until the supervisor notices that, no step follows
+    time.sleep(600)  # No step follows. The supervisor notices the loss and ends this rank.

@@ -10,7 +10,7 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 
-SIZES = [7, 1, 12, 5, 30, 9, 16, 20]  # of shards, 100 records together
+SIZES = [7, 1, 12, 5, 30, 9, 16, 20]  # records in each shard, 100 together
 
 
 def record(number):
@@ -84,7 +84,7 @@ FORMATS = {
 
 
 def to_record(fields):
-    """The record of a tar's fields, and that of the others as it is."""
+    """Return the record in the fields of a tar, and any other record unchanged."""
     return {"number": int(fields["number"]), "text": _text(fields["text"])}
 
 

@@ -111,7 +111,7 @@ def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
 
 
 def with_model() -> list[Event]:
-    """A whole run whose model is to be stored."""
+    """A whole run that ends with a model to be stored."""
     config = {"epochs": 3, "learning_rate": 0.1, "model_artifact": "model-digits"}
     return [started(config=config), *whole_run()[1:]]
 

@@ -1,4 +1,4 @@
-"""A recipe of three equal phases, one of which takes one rank longer: SLOW="phase rank factor"."""
+"""A recipe of three equal phases. One phase takes one rank longer: SLOW="phase rank factor"."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Slow(Listed):
 
 
 class _Loaded:
-    """Samples of which a batch's first one takes its time."""
+    """Samples with a slow first one in each batch."""
 
     def __init__(self, samples):
         self.samples, self.num_taken = samples, 0

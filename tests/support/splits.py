@@ -28,7 +28,7 @@ def by_torch(numbers):
 
 
 class Split(Recipe):
-    """Numbers, of which some are held out."""
+    """Numbers with a held-out part."""
 
     draw = staticmethod(by_torch)
     defaults = {"epochs": 2, "global_batch_size": 8, "optimizer": "sgd"}
@@ -61,7 +61,7 @@ class SplitByNumPy(Split):
     draw = staticmethod(lambda numbers: np.random.permutation(numbers).tolist())
 
 
-class SplitByNobody(Split):  # whose generator nobody can seed
+class SplitByNobody(Split):  # Nobody can seed this generator.
     draw = staticmethod(lambda numbers: np.random.default_rng().permutation(numbers).tolist())
 
 
@@ -94,9 +94,7 @@ class NamedBySet(Split):
 
 
 class Noisy(Split):
-    """Inputs in nested samples that are drawn from every generator, one of which nobody can
-    seed.
-    """
+    """Inputs in nested samples that every generator draws. One generator cannot be seeded."""
 
     draw = staticmethod(sorted)
 

@@ -1,4 +1,4 @@
-"""A recipe whose models differ in what happens to them, for sweeps."""
+"""A recipe for sweeps. Different faults happen to its models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Swept(Tiny):
     """
 
     label: str = ""
-    fault: str = "none"  # what happens in the third step
+    fault: str = "none"  # fault in the third step
     slow_until: str = ""  # a file: until it exists, every step takes a tenth of a second
 
     num_test = 60
@@ -38,7 +38,7 @@ class Swept(Tiny):
         return "samples of the class of their largest feature"
 
     def datasets(self, directory):
-        # of the server of ranks and its supervisor
+        # The parents are the server of ranks and its supervisor.
         worker = psutil.Process().parent().parent().parent()
         self.record = open(Path(os.environ["RECORD"], str(worker.pid)), "a")  # noqa: SIM115 - for life
         fcntl.flock(self.record, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ from typing import Any
 
 FILE_HEADER = 7  # bytes, of W&B
 BLOCK = 32768  # bytes; no header crosses from one to the next
-# of a part: its checksum, its size, and which part of a record it is
+# the header of a part: checksum, size, and position in its record
 HEADER = struct.Struct("<IHB")
 WHOLE, LAST = 1, 4
 
