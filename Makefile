@@ -110,6 +110,7 @@ test-docs: $(TESTED)  ## every command and piece of code in the README, docs/ an
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/test_docs.py tests/test_example_scripts.py \
 	  tests/test_integrations.py tests/test_project.py tests/test_mlflow.py tests/test_flyte2.py tests/test_stores.py \
 	  tests/test_storage.py tests/test_ownership.py tests/test_champion.py
+	$(BIN)/python -m pytest tests/test_examples_in_docstrings.py
 
 EMULATORS := build/emulators
 emulators: $(EMULATORS)/fake-gcs-server $(EMULATORS)/node_modules/.bin/azurite-blob  ## of Google's and Azure's stores, for the tests, which fetch them too; needs Go and npm

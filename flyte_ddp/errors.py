@@ -57,6 +57,13 @@ class ConfigError(ValueError):
 class DataError(ValueError):
     """The data given cannot be used. The message names the file or URL, what is wrong and what
     would be accepted.
+
+    Example:
+        class Plants(Recipe):
+            def prepare(self, source, directory):
+                if not source:
+                    raise DataError("data: expected a directory of images, got none")
+                return f"plants in {source}"
     """
 
 

@@ -70,6 +70,15 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
             with the same keys. Or a split state follows a whole state in memory, or the reverse.
         StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
+
+    Example:
+        for step in range(1, 101):
+            ...  # one optimizer step
+            is_last = session.stop_requested or step == 100
+            if is_last or step % 10 == 0:
+                session.save({"step": step, "model": model.state_dict()}, step)
+            if is_last:
+                break
     """
     if _current:
         _current.saver.save(state, step, in_memory)
@@ -91,6 +100,13 @@ def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         ConfigError: `into` has other keys or shapes than the checkpoint, or types that cannot hold
             all its values.
         StorageUnavailable, StorageDenied: the store could not be read.
+
+    Example:
+        first_step = 1
+        state = session.load()
+        if state is not None:
+            model.load_state_dict(state["model"])
+            first_step = state["step"] + 1
     """
     if _current is None:
         return None
@@ -111,9 +127,6 @@ def batches(
 ) -> Batches:
     """Return this rank's part of each global batch of an epoch, and its mean loss's weight. All
     ranks call it.
-
-        for batch, weight in session.batches(data, 64, epoch):
-            loss = weight * functional.cross_entropy(model(batch[0]), batch[1])
 
     Every sample is in one batch of one rank. The number of ranks does not change which samples
     share a batch. DDP and FSDP average gradients over the ranks. With the weight, the average is
@@ -156,6 +169,14 @@ def batches(
             `num_samples` returns fewer than 1 or more than there were; the
             length of the data, `shuffle` or `seed` differs from the checkpoint; an iterable ends
             before the checkpoint.
+
+    Example:
+        for epoch in session.epochs(2):
+            for (inputs, targets), weight in session.batches(data, 32, epoch):
+                loss = weight * functional.cross_entropy(model(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
     """
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
@@ -177,6 +198,12 @@ def epochs(num_epochs: int) -> range:
     If the last batch of an epoch was saved inside the loop over its batches, the epoch remains,
     with no batch left. So the function can still do its work at the end of the epoch. If the
     function saves again after that loop, the epoch no longer remains.
+
+    Example:
+        for epoch in session.epochs(3):
+            for batch, weight in session.batches(data, 32, epoch):
+                ...  # one optimizer step
+            session.report(epoch=epoch + 1, accuracy=0.98)
     """
     if _current is None:
         return range(num_epochs)
@@ -200,6 +227,11 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
 
     Raises:
         ConfigError: a value is no number.
+
+    Example:
+        for step in range(1, 11):
+            loss = 1 / step
+            session.report(step=step, epoch=step / 5, loss=loss)
     """
     if _current:
         _current.reporter.report(step, epoch, values)
@@ -218,6 +250,11 @@ def show(name: str, picture: Any) -> None:
 
     Raises:
         ConfigError: `picture` has another type or shape.
+
+    Example:
+        weight = model.weight.detach()
+        lowest, highest = weight.aminmax()
+        session.show("weights", (weight - lowest) / (highest - lowest))
     """
     if _current:
         _current.reporter.show(name, picture)
@@ -237,6 +274,11 @@ def submit_result(path: str, data: str | bytes) -> None:
 
     Raises:
         ConfigError: `path` names no file below the directory, or `data` has another type or size.
+
+    Example:
+        rank = int(os.environ.get("RANK", 0))
+        losses = {"train": 0.31, "held-out": 0.35}
+        session.submit_result(f"rank-{rank}/losses.json", json.dumps(losses))
     """
     if _current:
         _current.files.submit(path, data)

@@ -193,8 +193,6 @@ class MixedOrder(Order):
 class Mixture(Stream):
     """Samples of several `Shards` in fixed proportions.
 
-        data = Mixture({"code": Shards(...), "web": Shards(...)}, {"code": 0.3, "web": 0.7})
-
     A mixture is used like `Shards`. In each lane, every block of 1,024 samples has an exact count
     of each source. Blocks are smaller if a source is small.
 
@@ -209,6 +207,13 @@ class Mixture(Stream):
 
     Raises:
         ConfigError: an argument has a wrong value, or a source has too few samples.
+
+    Example:
+        sources = {"code": Shards("code"), "web": Shards("web")}
+        data = Mixture(sources, {"code": 0.3, "web": 0.7})
+        data.prepare()  # once, before the ranks start
+        for batch, weight in session.batches(data, 32, epoch=0):
+            ...  # one optimizer step
     """
 
     sources: Mapping[str, Shards]

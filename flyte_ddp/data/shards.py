@@ -96,9 +96,6 @@ class Shards(Stream):
     """Samples in shards: tar files in WebDataset's layout, Parquet, MosaicML's MDS, JSON lines, or
     files for a reader of your own.
 
-        data = Shards("s3://bucket/train", transform=decode)
-        for batch, weight in session.batches(data, 256, epoch, num_workers=4):
-
     Each sample of an epoch is in one batch of one rank, at any number of ranks. A rank fetches
     little more than its part of the shards. A run can resume in mid-epoch at another number of
     ranks. The shards need an index, which `prepare` makes once.
@@ -126,6 +123,15 @@ class Shards(Stream):
         DataError: the index is missing or damaged, or a shard is missing, damaged or different
             from the index. The message names the shard and the sample.
         StorageUnavailable: a store was away for too long, or the disk is full.
+
+    Example:
+        def decode(fields):
+            return torch.tensor(fields["pixels"]) / 255, fields["label"]
+
+        data = Shards("train", transform=decode)
+        data.prepare()  # once, before the ranks start
+        for batch, weight in session.batches(data, 32, epoch=0):
+            ...  # one optimizer step
     """
 
     source: str | Sequence[str]

@@ -36,6 +36,15 @@ FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "A
 class Distributed(distributed.Distributed):
     """`plugin_config` of an environment with tasks that run in every rank. Its fields have the same
     meaning as in `flyte_ddp.flytekit_plugin.Distributed`.
+
+    Example:
+        config = flyte2.Distributed(nproc_per_node=2, max_restarts=1)
+        env = flyte2.environment("training", flyte2.SETTINGS.training, config)
+
+        @env.task(retries=2, report=True)
+        def count_ranks() -> int:
+            dist.init_process_group("gloo")
+            return dist.get_world_size()
     """
 
     def __post_init__(self) -> None:

@@ -37,6 +37,14 @@ def environment(
 
     Raises:
         ConfigError: `config` is meant for flytekit.
+
+    Example:
+        size = flyte2.SETTINGS.training
+        env = flyte2.environment("training", size, gpus=flyte2.SETTINGS.gpus)
+
+        @env.task(retries=3, report=True)
+        def train(recipe: str) -> flyte2.TrainingOutputs:
+            return flyte2.train(recipe)
     """
     config = config or OnMainThread()
     if not isinstance(config, (Distributed, OnMainThread)):
@@ -102,6 +110,14 @@ def schedule(name: str = "retrain") -> tuple[flyte.Trigger, ...]:
 
     No input is `flyte.TriggerTime`: with such an input, Flyte 2.0.43 leaves out all others. The
     run's start is the same time.
+
+    Example:
+        @planning.task(retries=2, report=True, triggers=flyte2.schedule())
+        def retrain(recipe: str = "digits", champion: str = "") -> flyte2.RetrainingOutputs:
+            retraining = flyte2.plan_retraining(None, champion, recipe)
+            if retraining.outcome:
+                return flyte2.keep_champion(retraining)
+            return challenge(retraining)
     """
     if not SETTINGS.schedule:
         return ()

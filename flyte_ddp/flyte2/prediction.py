@@ -17,6 +17,14 @@ from flyte_ddp.task_run.settings import SETTINGS
 
 
 class PredictionOutputs(NamedTuple):
+    """The outputs of a prediction.
+
+    Example:
+        num_rows, predictions = flyte.run(predict, model_state=url, data="").outputs()
+        directory = predictions.download_sync()
+        print(num_rows, "rows in", directory)
+    """
+
     num_rows: int  # rows in all files
     predictions: Dir  # Parquet files, in the order of the samples, and their manifest
 
@@ -36,6 +44,11 @@ def predict(
     """Predict `data` with a trained model, on this task's machine or on the nodes of `cluster`.
 
     Each attempt continues the previous one. `output` is by default a place of the action's own.
+
+    Example:
+        @env.task(retries=3)
+        def predict(model_state: str, data: str) -> flyte2.PredictionOutputs:
+            return flyte2.predict("digits", model_state, data, num_processes=2)
     """
     execution, nodes = current_execution(), check_cluster(cluster)
     if not execution.is_local:

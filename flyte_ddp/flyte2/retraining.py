@@ -50,7 +50,13 @@ from flyte_ddp.task_run.settings import SETTINGS
 
 @dataclass(frozen=True)
 class Retraining:
-    """The plan of a retraining, for the tasks after it."""
+    """The plan of a retraining, for the tasks after it.
+
+    Example:
+        retraining = flyte2.plan_retraining(None, "", "digits")
+        if retraining.outcome:
+            print(retraining.outcome, retraining.reason)
+    """
 
     recipe: str
     config: str  # config of the challenger as JSON, with its initial weights
@@ -63,6 +69,14 @@ class Retraining:
 
 
 class RetrainingOutputs(NamedTuple):
+    """The outputs of a retraining.
+
+    Example:
+        outputs = flyte2.challenge(retraining, num_processes=2)
+        if outputs.outcome == "promoted":
+            print(outputs.champion, outputs.metrics)
+    """
+
     champion: str  # the version in use now; "" for none
     export: str  # URL of the challenger's files, as in `TrainingOutputs.export`; "" for none
     metrics: dict[str, float]  # measured figures of challenger and champion
@@ -85,6 +99,11 @@ def plan_retraining(
         kickoff_time: time of the data; None for the run's start, which a schedule sets.
         champion: URL; "" for a place that all runs of the project and domain share.
         criteria: fields of `PromotionCriteria`.
+
+    Example:
+        @planning.task(report=True)
+        def plan(champion: str, data: str) -> flyte2.Retraining:
+            return flyte2.plan_retraining(None, champion, "digits", data=data, margin=0.01)
     """
     with flyte_errors():
         resolved, terms = check_inputs(recipe, config, data), PromotionCriteria(**criteria)
@@ -124,6 +143,11 @@ def challenge(
 ) -> RetrainingOutputs:
     """Train a challenger, measure challenger and champion on the same held-out data, and promote
     the challenger if it is better.
+
+    Example:
+        @training.task(retries=3, report=True)
+        def challenge(retraining: flyte2.Retraining) -> flyte2.RetrainingOutputs:
+            return flyte2.challenge(retraining, num_processes=2)
     """
     check_requested_gpus()
     config, nodes = json.loads(retraining.config), check_cluster(cluster)
@@ -151,7 +175,16 @@ def challenge(
 
 @limited
 def keep_champion(retraining: Retraining) -> RetrainingOutputs:
-    """Report why nothing was trained."""
+    """Report why nothing was trained.
+
+    Example:
+        @planning.task(report=True)
+        def retrain(champion: str) -> flyte2.RetrainingOutputs:
+            retraining = flyte2.plan_retraining(None, champion, "digits")
+            if retraining.outcome:
+                return flyte2.keep_champion(retraining)
+            return challenge(retraining)
+    """
     result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
     with flyte_errors():
         return _list_outputs(retraining, result)

@@ -45,6 +45,11 @@ class TrainingOutputs(NamedTuple):
 
     Flyte 2 returns outputs in the order of their names, so a class of outputs lists them in this
     order.
+
+    Example:
+        outputs = flyte2.train("digits", {"epochs": 3})
+        print(outputs.epoch_accuracies)
+        print(outputs.epoch_metrics["test_loss"])
     """
 
     epoch_accuracies: list[float]
@@ -58,6 +63,11 @@ class SweepOutputs(NamedTuple):
     """The outputs of a sweep. `config.monitor` decides which trial is best.
 
     The names of new outputs sort last, because users may take outputs by their numbers.
+
+    Example:
+        outputs = flyte2.sweep("digits", {"learning_rate": [0.01, 0.001]})
+        print(outputs.best_config)
+        print(outputs.best_metrics["test_loss"])
     """
 
     best_accuracies: list[float]
@@ -100,6 +110,11 @@ def train(
 
     Raises:
         ConfigError, DataError, RankFailure, ...: as `flyte_ddp.train`.
+
+    Example:
+        @env.task(retries=3, report=True)
+        def train(epochs: int, data: str = "") -> flyte2.TrainingOutputs:
+            return flyte2.train("digits", {"epochs": epochs}, data, num_processes=2)
     """
     check_requested_gpus()
     resolved, nodes = check_inputs(recipe, config, data), check_cluster(cluster)
@@ -164,6 +179,12 @@ def sweep(
 ) -> SweepOutputs:
     """Train one model, a trial, for each configuration of `grid`, and compare them. The arguments
     are the same as in the workflow `sweep_wf` and in `train`.
+
+    Example:
+        @env.task(retries=3, report=True)
+        def sweep() -> flyte2.SweepOutputs:
+            grid = {"learning_rate": [0.01, 0.003], "global_batch_size": [32, 64]}
+            return flyte2.sweep("digits", grid, {"epochs": 3})
     """
     if cluster is None:
         cluster = {}

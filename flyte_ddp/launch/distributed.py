@@ -64,6 +64,13 @@ class Distributed:
 
     Raises:
         ConfigError: a value has the wrong type or range.
+
+    Example:
+        # in a task of Flyte
+        @task(task_config=Distributed(nnodes=2, nproc_per_node="gpu", max_restarts=3), retries=2)
+        def count_ranks() -> int:
+            dist.init_process_group()
+            return dist.get_world_size()
     """
 
     nnodes: int | str = 1

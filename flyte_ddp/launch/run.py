@@ -273,6 +273,19 @@ def run(
         RankFailure: a rank raised, was killed, or hung. The message has its number and traceback.
         GangLost, ClusterError: machines were lost, or did not start.
         TrainingStopped: SIGINT or SIGTERM ended the run.
+
+    Example:
+        # starts two processes on this machine
+        import torch
+        import torch.distributed as dist
+
+        def add_ranks():
+            dist.init_process_group("gloo")
+            total = torch.tensor(dist.get_rank() + 1)
+            dist.all_reduce(total)
+            return total.item()
+
+        assert flyte_ddp.run(add_ranks, nproc_per_node=2) == 3
     """
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout, client=client)
     program = function_program(function, arguments, {}, stall_timeout)

@@ -114,6 +114,12 @@ def train(
         ConfigError, DataError: bad input, before any rank trains.
         RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
             `launch.run.run`.
+
+    Example:
+        # starts two processes on this machine
+        trained = flyte_ddp.train("digits", {"epochs": 2}, nproc_per_node=2)
+        print(trained.best.metrics["accuracy"])
+        torch.save(trained.model_state, "digits.pt")
     """
     check_run_id(run_id)
     if not isinstance(recipe, str):

@@ -111,6 +111,12 @@ def predict(
         ChampionError: the champion is damaged.
         RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
             `launch.run.run`; the message begins with the part that a lost rank had.
+
+    Example:
+        # starts a process on this machine
+        made = flyte_ddp.predict("digits", "digits.pt", "", "predictions", nproc_per_node=1)
+        print(made.num_rows)
+        print(pandas.read_parquet(made.paths[0]))
     """
     if not isinstance(recipe, str):
         recipe = load_anew(recipe)

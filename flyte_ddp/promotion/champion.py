@@ -392,6 +392,15 @@ def load_champion(url: str) -> tuple[dict[str, Any], Manifest]:
         ChampionError: there is nothing to serve; `NoChampion` before the first promotion.
         StorageUnavailable: the store could not be reached for some minutes.
         ConfigError: no such kind of URL is known here, or the store refuses (`StorageDenied`).
+
+    Example:
+        # reads the model that a retraining has promoted
+        from flyte_ddp.recipes.digits import Digits
+
+        state, manifest = flyte_ddp.load_champion("s3://bucket/champion")
+        model = Digits().model().eval()
+        model.load_state_dict(state)
+        print(manifest.version, manifest.metrics)
     """
     return ChampionStore(url).load()
 

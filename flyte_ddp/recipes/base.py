@@ -38,6 +38,20 @@ class Recipe:
     A recipe with options is a frozen dataclass with one field for each, of a type that JSON has.
     Users set them in the config by `{"recipe_options": {"field": value}}`; the methods read them as
     attributes.
+
+    Example:
+        class Majority(Recipe):
+            def prepare(self, source, directory):
+                torch.save(torch.randint(0, 2, (512, 7)).float(), directory / "bits.pt")
+                return "512 random rows of seven bits"
+
+            def datasets(self, directory):
+                bits = torch.load(directory / "bits.pt")
+                data = TensorDataset(bits, (bits.sum(dim=1) > 3).long())
+                return TensorDataset(*data[:448]), TensorDataset(*data[448:])
+
+            def model(self):
+                return nn.Linear(7, 2)
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -85,12 +99,24 @@ class Recipe:
 
         Raises:
             DataError: the data is missing, damaged or not of the right kind.
+
+        Example:
+            def prepare(self, source, directory):
+                rows = numpy.loadtxt(io.BytesIO(read_file(source)), delimiter=",")
+                numpy.save(directory / "rows.npy", rows)
+                return f"{len(rows)} rows"
         """
         raise NotImplementedError
 
     def data_license(self, source: str) -> str:
         """Return the licence of the data that `prepare` reads from `source`, for the run card; ""
         where not known.
+
+        Example:
+            def data_license(self, source):
+                if source:
+                    return ""  # the user's own data
+                return "CC BY 4.0"
         """
         return ""
 
@@ -106,6 +132,13 @@ class Recipe:
         before it reads them one by one. A class attribute `UNREADABLE` is the sample that
         replaces an unreadable one: the replacement keeps the place in the order, has weight 0,
         and is counted.
+
+        Example:
+            def datasets(self, directory):
+                rows = torch.from_numpy(numpy.load(directory / "rows.npy")).float()
+                data = TensorDataset(rows[:, :-1], rows[:, -1].long())
+                split = len(data) * 9 // 10
+                return TensorDataset(*data[:split]), TensorDataset(*data[split:])
         """
         raise NotImplementedError
 
@@ -113,6 +146,12 @@ class Recipe:
         """Return a model with fresh weights. The random generator is seeded before the call.
 
         `datasets` is called before on the same object, so it may set the number of classes.
+
+        Example:
+            def model(self):
+                hidden = nn.Linear(4, 32)
+                logits = nn.Linear(32, 3)
+                return nn.Sequential(hidden, nn.ReLU(), logits)
         """
         raise NotImplementedError
 
@@ -124,6 +163,15 @@ class Recipe:
         filled tensor by tensor, so that no rank ever holds the whole model. The random generator
         has been seeded as for `model`, but the order of the calls differs: derive a generator
         from `torch.initial_seed()` and the name.
+
+        Example:
+            def initial_value(self, name, shape):
+                # `model` copies the same values into its parameters.
+                if name.endswith("bias"):
+                    return torch.zeros(shape)
+                seed = torch.initial_seed() + zlib.crc32(name.encode())
+                generator = torch.Generator().manual_seed(seed)
+                return 0.02 * torch.randn(shape, generator=generator)
         """
         raise NotImplementedError
 
@@ -133,6 +181,12 @@ class Recipe:
 
         By default images in bytes, (B, H, W) or (B, C, H, W), become floats in [0, 1] of shape (B,
         C, H, W).
+
+        Example:
+            def inputs(self, batch):
+                images = batch.float() / 255
+                mean, deviation = 0.29, 0.35
+                return (images - mean) / deviation
         """
         import torch
 
@@ -146,6 +200,12 @@ class Recipe:
         """Return the loss of each sample, (B,): summed over the sample's targets, not averaged.
 
         By default it is the cross-entropy of logits (B, C) against classes (B,).
+
+        Example:
+            def losses(self, outputs, targets):
+                return functional.cross_entropy(
+                    outputs.float(), targets, reduction="none", label_smoothing=0.1
+                )
         """
         from torch.nn import functional
 
@@ -156,7 +216,13 @@ class Recipe:
             raise
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of correctly predicted targets of each sample, (B,)."""
+        """Return the number of correctly predicted targets of each sample, (B,).
+
+        Example:
+            def num_correct(self, outputs, targets):
+                best = outputs.topk(2, dim=1).indices
+                return (best == targets.unsqueeze(1)).any(dim=1)
+        """
         return outputs.argmax(dim=1) == targets
 
     def num_targets(self, targets: Tensor) -> Tensor | None:
@@ -165,6 +231,11 @@ class Recipe:
 
         It is called once with all targets of a `TensorDataset`, or with the targets of each batch
         that a DataLoader reads.
+
+        Example:
+            def num_targets(self, targets):
+                is_word = targets != PADDING
+                return is_word.sum(dim=1)
         """
         return None
 
@@ -175,6 +246,12 @@ class Recipe:
         A group may have settings of its own, such as `{"params": [...], "weight_decay": 0.0}`. Its
         `lr`, by default the config's `learning_rate`, is the rate that the schedule scales, as
         `torch.optim.lr_scheduler.LambdaLR` does.
+
+        Example:
+            def optimizer_groups(self, model):
+                matrices = [each for each in model.parameters() if each.dim() > 1]
+                vectors = [each for each in model.parameters() if each.dim() <= 1]
+                return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         """
         return [{"params": list(model.parameters())}]
 
@@ -188,6 +265,13 @@ class Recipe:
         A loader process calls it for each micro-batch. For held-out samples `training` is false,
         and for predicted samples each target is the sample's index. The random generators are
         seeded by the last sample.
+
+        Example:
+            def collate(self, samples, training):
+                texts = [text for text, label in samples]
+                labels = [label for text, label in samples]
+                padded = pad_sequence(texts, batch_first=True, padding_value=PADDING)
+                return padded, torch.tensor(labels)
         """
         raise NotImplementedError
 
@@ -197,6 +281,11 @@ class Recipe:
         Optional; by default the number is the first dimension of the tensors. With this method
         the tensors may have any shape, and losses are means over the samples that the batches of
         all ranks have together.
+
+        Example:
+            def num_samples(self, inputs, targets):
+                # A batch of graphs has one row for each node, and one target for each graph.
+                return len(targets)
         """
         raise NotImplementedError
 
@@ -205,6 +294,12 @@ class Recipe:
 
         Optional. With it an epoch is N draws with replacement, the same draws at any number of
         ranks. `dataset` is the training data of `datasets`, or the part that `sample_size` leaves.
+
+        Example:
+            def sampling_weights(self, dataset):
+                labels = dataset.tensors[1]
+                counts = torch.bincount(labels)
+                return 1 / counts[labels]
         """
         raise NotImplementedError
 
@@ -216,6 +311,11 @@ class Recipe:
         that `model()` returned, with split parameters under `fsdp`. The method is also called for
         optimizers that are only tried, and with a model without contents, to measure the state. An
         optimizer with `train()` and `eval()` is switched around evaluations.
+
+        Example:
+            def optimizer(self, model, config):
+                parameters = model.parameters()
+                return torch.optim.Adagrad(parameters, lr=config.learning_rate)
         """
         raise NotImplementedError
 
@@ -232,6 +332,13 @@ class Recipe:
         Args:
             num_steps: optimizer steps of the whole run. A run whose scheduler depends on it does
                 not resume with other `epochs`. A run with a function does.
+
+        Example:
+            def schedule(self, optimizer, config, num_steps):
+                def linear_decay(step):
+                    return 1 - step / num_steps
+
+                return linear_decay
         """
         raise NotImplementedError
 
@@ -240,6 +347,11 @@ class Recipe:
         order; none by default.
 
         They are the units in which a model is sharded.
+
+        Example:
+            def blocks(self, model):
+                layers = [each for each in model if isinstance(each, nn.Linear)]
+                return layers
         """
         return []
 
@@ -248,6 +360,12 @@ class Recipe:
         backward; 0 for unknown.
 
         Where it is known, the report has the model FLOPs utilization.
+
+        Example:
+            def flops_per_sample(self, model):
+                num_parameters = sum(each.numel() for each in model.parameters())
+                # two for each weight in the forward pass, four in the backward pass
+                return 6.0 * num_parameters
         """
         return 0.0
 
@@ -260,6 +378,13 @@ class Recipe:
         sample, (B,), summed over the sample's targets, as `losses`; the metric is the mean per
         target. Every metric is over all held-out samples, the same at any number of ranks. This
         method is called for each evaluation.
+
+        Example:
+            def metrics(self):
+                def confidence(outputs, targets):
+                    return outputs.softmax(dim=1).amax(dim=1)
+
+                return {"accuracy": self.num_correct, "confidence": confidence}
         """
         return {"accuracy": self.num_correct}
 
@@ -269,6 +394,11 @@ class Recipe:
 
         It is also the place for a sigmoid: torchmetrics guesses by each batch's values if they are
         probabilities.
+
+        Example:
+            def metric_outputs(self, outputs):
+                probabilities = outputs.softmax(dim=1)
+                return probabilities[:, 1]
         """
         return outputs
 
@@ -276,6 +406,12 @@ class Recipe:
         """Fetch and check new data, which may have no targets, for `predict_dataset`.
 
         By default it calls `prepare`, and it has the same arguments and return value.
+
+        Example:
+            def prepare_new_data(self, source, directory):
+                rows = numpy.loadtxt(io.BytesIO(read_file(source)), delimiter=",")
+                numpy.save(directory / "new_rows.npy", rows)
+                return f"{len(rows)} rows without targets"
         """
         return self.prepare(source, directory)
 
@@ -286,6 +422,11 @@ class Recipe:
         It is called before `model`. If the recipe has no `class_names` by itself, they come from
         the model's state. The data set may have `key(index)`, a text or number that identifies a
         sample, such as the name of its file; by default it is the index.
+
+        Example:
+            def predict_dataset(self, directory):
+                rows = numpy.load(directory / "new_rows.npy")
+                return TensorDataset(torch.from_numpy(rows).float())
         """
         from torch.utils.data import TensorDataset
 
@@ -301,6 +442,12 @@ class Recipe:
         By default the columns are the `class` of logits (B, C) and its `probability`. Outputs are
         on the CPU, in single precision. All batches have the same columns, see
         `prediction_schema`.
+
+        Example:
+            def prediction_columns(self, outputs):
+                probabilities = outputs.softmax(dim=1)
+                best = probabilities.argmax(dim=1)
+                return {"species": best, "scores": probabilities.tolist()}
         """
         import torch
 
@@ -316,6 +463,11 @@ class Recipe:
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
         """Return further figures, by name, computed from the figures of a finished epoch; none by
         default.
+
+        Example:
+            def figures(self, epoch):
+                gap = epoch.test_loss - epoch.train_loss
+                return {"generalization_gap": gap}
         """
         return {}
 
@@ -325,16 +477,34 @@ class Recipe:
 
         It may draw random numbers, because all draws of the training are seeded by their purpose.
         The other ranks wait for it. An exception becomes a warning.
+
+        Example:
+            def on_step(self, step):
+                if step.values["gradient_norm"] > 100:
+                    print(f"step {step.step}: the gradient is large")
         """
 
     def on_epoch(self, epoch: EpochFinished) -> None:
-        """Do something with the figures of an epoch, as `on_step` with the figures of a step."""
+        """Do something with the figures of an epoch, as `on_step` with the figures of a step.
+
+        Example:
+            def on_epoch(self, epoch):
+                with open("losses.csv", "a") as file:
+                    print(epoch.epoch, epoch.train_loss, epoch.test_loss, sep=",", file=file)
+        """
 
     def generate_sample(self, model: nn.Module) -> str:
         """Return a text that `model` generates, shown after each epoch; "" by default.
 
         Rank 0 calls it. If the model is sharded, all ranks call it, and each must call the model
         equally often.
+
+        Example:
+            def generate_sample(self, model):
+                device = next(model.parameters()).device
+                probabilities = model(torch.zeros(1, 4, device=device)).softmax(dim=1)
+                letters = torch.multinomial(probabilities, 8, replacement=True)
+                return "".join("abc"[letter] for letter in letters[0].tolist())
         """
         return ""
 
@@ -348,6 +518,11 @@ class Recipe:
         Args:
             directory: an empty directory. Files in its subdirectories, such as onnx/model.onnx,
                 keep that relative name.
+
+        Example:
+            def export(self, state, directory):
+                arrays = {name: value.numpy() for name, value in state.items()}
+                numpy.savez(directory / "weights.npz", **arrays)
         """
 
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
@@ -356,6 +531,12 @@ class Recipe:
         By default it shows the truth, the best guess and the score of every class, with the image
         if `batch` has bytes. It shows nothing unless outputs are logits (B, C) and targets are
         classes (B,).
+
+        Example:
+            def report_samples(self, batch, outputs, targets):
+                guesses = outputs.argmax(dim=1).tolist()
+                pairs = zip(targets.tolist(), guesses, strict=True)
+                return [Prediction(str(truth), str(guess), scores={}) for truth, guess in pairs]
         """
         import torch
 

@@ -24,6 +24,16 @@ class Regression(Recipe):
 
     It minimizes the squared error, and measures the mean absolute error `mae` and the share of the
     targets' variance that the model explains, `r2`.
+
+    Example:
+        class Prices(Regression):
+            def datasets(self, directory):
+                sizes = torch.linspace(0, 1, 512).unsqueeze(1)
+                data = TensorDataset(sizes, 3 * sizes.squeeze(1) + 1)
+                return data, data
+
+            def model(self):
+                return nn.Sequential(nn.Linear(1, 1), nn.Flatten(0))
     """
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,6 +90,14 @@ class MultiLabel(Recipe):
 
     It measures the share of the labels that are predicted right, `accuracy`, and `f1` over all
     labels of all samples.
+
+    Example:
+        class Topics(MultiLabel):
+            class_names = ("sports", "politics", "science")
+
+            def model(self):
+                num_words = 1000
+                return nn.Linear(num_words, len(self.class_names))
     """
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -138,6 +156,15 @@ class Segmentation(Recipe):
     The model's outputs are logits (B, C, H, W), and `class_names` lists all C classes. The metrics
     are `accuracy`, the share of the pixels that are predicted right, and `miou`, the intersection
     over union of each class, averaged over the classes.
+
+    Example:
+        class Roads(Segmentation):
+            class_names = ("background", "road")
+
+            def model(self):
+                features = nn.Conv2d(3, 16, 3, padding=1)
+                logits = nn.Conv2d(16, len(self.class_names), 1)
+                return nn.Sequential(features, nn.ReLU(), logits)
     """
 
     prediction_schema = {"mask": "list<list<int64>>"}

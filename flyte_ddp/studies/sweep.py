@@ -176,6 +176,15 @@ def sweep(
         ConfigError: bad input, before anything is started.
         SweepFailed: no trial finished, or none with a finite figure; names the error of each.
         ClusterError, StorageUnavailable, TrainingStopped: as `TrialRunner.train`.
+
+    Example:
+        # starts two processes on this machine, one for each trial
+        def square(x):
+            return (x - 1) ** 2
+
+        swept = flyte_ddp.sweep(square, {"x": [0.5, 2.0]}, metric="loss")
+        print(swept.best.trial.values)
+        print(swept.table)
     """
     function = plain_function(function)
     nnodes = whole_number("nnodes", 1 if nnodes is None else nnodes, minimum=1)
