@@ -142,7 +142,7 @@ lint: $(TESTED)  ## ruff, and mypy, strict on flyte_ddp/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python .ci/sentences.py flyte_ddp tasks workflows
+	$(BIN)/python .ci/sentences.py flyte_ddp tasks workflows tests benchmarks
 
 audit: $(TESTED)  ## known vulnerabilities of the pinned packages; fails too where it could not ask about all of them
 	@$(BIN)/pip-audit $(addprefix --requirement ,$(PINS)) --no-deps --disable-pip --progress-spinner off > .audit 2>&1 \

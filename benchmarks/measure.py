@@ -176,10 +176,9 @@ def table(results: Sequence[Result]) -> str:
             cells.append(
                 f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f}{failed})"
             )
-            cells += [
-                UNITS[row.quantity](statistics.median(side[row.quantity] for side in sides))
-                for sides in zip(*result.outcomes, strict=True)
-            ]
+            for sides in zip(*result.outcomes, strict=True):
+                median = statistics.median(side[row.quantity] for side in sides)
+                cells.append(UNITS[row.quantity](median))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

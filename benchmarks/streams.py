@@ -306,13 +306,12 @@ def measure_loss() -> Iterator[tuple[str, str]]:
                 (place / f"{number:04d}.lines").write_text("\n".join(lines))
             data[how] = Shards(str(place), reader=read_lines, transform=to_sample, window=16)
             data[how].prepare()
-        losses = {
-            how: [
+        losses = {}
+        for how, each in data.items():
+            losses[how] = [
                 train_model(each, seed, pixels[held_out], classes[held_out])
                 for seed in range(NUM_SEEDS)
             ]
-            for how, each in data.items()
-        }
     whole = np.mean(losses.pop("shuffled whole"))
     for how, found in losses.items():
         ratio = np.mean(found) / whole

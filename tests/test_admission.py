@@ -520,13 +520,10 @@ def test_every_example_about_pods_is_allowed_by_exactly_its_named_paths(example)
     needed = [(field, name) for field, names in found for name in names.split(", ")]
 
     for left_out in [None, *needed]:
-        more = {
-            field: (
-                *getattr(DEFAULTS, field),
-                *(n for f, n in needed if f == field and (f, n) != left_out),
-            )
-            for field, _ in needed
-        }
+        more = {field: getattr(DEFAULTS, field) for field, _ in needed}
+        for field, name in needed:
+            if (field, name) != left_out:
+                more[field] = (*more[field], name)
         refused = (
             pytest.raises(ConfigError, match=re.escape(left_out[1])) if left_out else nullcontext()
         )

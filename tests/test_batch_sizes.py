@@ -84,8 +84,8 @@ def test_batches_of_any_form_train_the_same_at_any_number_of_ranks(tmp_path):
     expected, losses = plain_loop(recipe)
     torch.testing.assert_close({name: state[name] for name in state}, expected)
     assert [each["train_loss"] for each in one[KINDS[0]][1]] == pytest.approx(losses)
-    bad = [sum(recipe.is_bad(each) for each, _ in part) for part in recipe.datasets(None)]
-    assert [each["num_unreadable"] for each in one[KINDS[0]][1]] == [sum(bad)] * 2
+    num_bad = sum(recipe.is_bad(each) for part in recipe.datasets(None) for each, _ in part)
+    assert [each["num_unreadable"] for each in one[KINDS[0]][1]] == [num_bad] * 2
 
 
 @pytest.mark.parametrize("count", [0, -1, 9, None, 2.0])
@@ -147,8 +147,10 @@ def test_weights_of_a_functions_batches_count_what_is_kept(monkeypatch):
                 mine if totals is None else [sum(each) for each in zip(totals, mine, strict=True)]
             )
         sums[world_size] = totals
-    order = [batch.tolist() for batch in epoch_order(40, 0, 1).split(4)]
-    expected = [sum(each for each in batch if each % 2 == 0) / 4 for batch in order]
+    expected = []
+    for batch in epoch_order(40, 0, 1).split(4):
+        even = [number for number in batch.tolist() if number % 2 == 0]
+        expected.append(sum(even) / 4)
     assert sums[1] == pytest.approx(expected)
     assert sums[2] == pytest.approx(expected)
     assert sums[3] == pytest.approx(expected)

@@ -60,11 +60,11 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
     torch.testing.assert_close(run.state(), on_one_machine.state())
     # The interval of states in memory is by their cost.
     at_any_step = (events.CheckpointWritten, events.CheckpointSaved, events.NodeMeasured)
-    ours, theirs = (
-        [type(event) for event in each.events if not isinstance(event, at_any_step)]
-        for each in (run, on_one_machine)
-    )
-    assert ours == theirs
+
+    def types_of(run):
+        return [type(event) for event in run.events if not isinstance(event, at_any_step)]
+
+    assert types_of(run) == types_of(on_one_machine)
     assert [event.step for event in events_of(run, events.Reported)] == list(range(1, 28))
     assert events_of(run, events.PredictionsMade) == events_of(
         on_one_machine, events.PredictionsMade
@@ -96,12 +96,10 @@ def test_nodes_have_the_drivers_storage_keys_which_nobody_sees_where_a_rank_fail
         seen.extend(client.run(lambda dask_worker: describe(dask_worker.state.tasks)).values())
 
     def describe(tasks):
-        return str(
-            [
-                [(name, getattr(task, name, "")) for name in type(task).__slots__]
-                for task in tasks.values()
-            ]
-        )
+        found = []
+        for task in tasks.values():
+            found += [(name, getattr(task, name, "")) for name in type(task).__slots__]
+        return str(found)
 
     with running_store() as store:
         for ours, theirs in (

@@ -48,16 +48,17 @@ def _batches_seen(run, num_steps):
     """The samples that counted in each optimizer step, over all ranks."""
     ranks = _noted(run, "train")
     per_step = len(ranks[0]) // num_steps  # micro-batches
-    return [
-        sorted(
+    batches = []
+    for step in range(num_steps):
+        counted = [
             sample
             for rank in ranks
             for samples, gradients in rank[step * per_step : (step + 1) * per_step]
             for sample, gradient in zip(samples, gradients, strict=True)
             if gradient != 0
-        )
-        for step in range(num_steps)
-    ]
+        ]
+        batches.append(sorted(counted))
+    return batches
 
 
 def test_each_sample_counts_once_per_epoch_in_batches_that_no_world_size_changes(finished_run):
@@ -218,17 +219,15 @@ def test_weighed_samples_are_drawn_in_proportion_and_the_same_at_any_number_of_r
             epoch_shards(samples, config, _world(rank, world_size), epoch=1)
             for rank in range(world_size)
         ]
-        batches[world_size] = [
-            torch.cat(
-                [
-                    part
-                    for shard in shards
-                    for part, weight in zip(shard.micro_batches, shard.weights, strict=True)
-                    if weight
-                ]
-            ).tolist()
-            for shards in zip(*ranks, strict=True)
-        ]
+        batches[world_size] = []
+        for shards in zip(*ranks, strict=True):
+            parts = [
+                part
+                for shard in shards
+                for part, weight in zip(shard.micro_batches, shard.weights, strict=True)
+                if weight
+            ]
+            batches[world_size].append(torch.cat(parts).tolist())
     assert batches[1] == batches[2] == batches[3]
     drawn = torch.tensor(sum(batches[1], []))
     assert len(drawn) == 2000
@@ -366,10 +365,11 @@ def test_loaded_data_and_data_in_memory_give_the_same_weights(finished_run):
 def test_augmentation_is_the_samples_own_in_each_epoch_and_repeats_between_runs(tmp_path):
     train, _ = Augmented().datasets(new_run(tmp_path, "Augmented").data())
     samples = LoadedSamples(train, Tiny(), TrainingConfig(), _world(0, 1))
-    first, second, other = (
-        torch.cat([inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)])
-        for epoch in (1, 1, 2)
-    )
+
+    def inputs_of(epoch):
+        return torch.cat([row for row, _ in samples.batches(torch.arange(10).split(5), epoch)])
+
+    first, second, other = inputs_of(1), inputs_of(1), inputs_of(2)
     assert torch.equal(first, second)
     noise = first - torch.stack([train.inputs[index] for index in range(10)])
     assert len(noise[:, 0].unique()) == 10

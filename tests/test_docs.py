@@ -122,11 +122,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHELL = [
-    block
-    for block in [*BLOCKS, *(each for page in GUIDES for each in blocks_of(page))]
-    if block.language == "sh"
-]
+OF_GUIDES = [block for page in GUIDES for block in blocks_of(page)]
+SHELL = [block for block in [*BLOCKS, *OF_GUIDES] if block.language == "sh"]
 # by their texts: a block that stands on several pages runs on the first of them
 RUN: dict[str, Block] = {}
 for each in BLOCKS:
@@ -385,11 +382,10 @@ def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code(
         .partition("\n## Limits\n")[2]
         .partition("\n## ")[0]
     )
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in table.splitlines()
-        if line.count("|") == 4
-    ]
+    rows = []
+    for line in table.splitlines():
+        if line.count("|") == 4:
+            rows.append([cell.strip() for cell in line.split("|")[1:-1]])
     found = {
         name: default
         # two rows are about timeout_hours, and the first one counts

@@ -87,7 +87,8 @@ def test_every_script_is_tested_and_says_how_it_is_started():
 def test_a_script_of_a_framework_needs_two_lines(framework):
     plain, ours = (code_of(SCRIPTS / f"{framework}_{kind}.py") for kind in ("digits", "session"))
     changes = [line for line in difflib.ndiff(plain, ours) if line[0] in "+-"]
-    added, removed = ([line for line in changes if line[0] == sign] for sign in "+-")
+    added = [line for line in changes if line[0] == "+"]
+    removed = [line for line in changes if line[0] == "-"]
     assert len(added) == 2, changes
     assert not removed or (framework, len(removed)) == ("accelerate", 1)
 

@@ -56,11 +56,13 @@ def execution_at(raw: str, metadata: str) -> Execution:
 
 
 def test_only_attempts_of_one_node_share_checkpoints() -> None:
-    found = {name: [execution_at(*each) for each in attempts] for name, attempts in PLACES.items()}
-    places = [{(each.checkpoints, each.run_id) for each in attempts} for attempts in found.values()]
+    places, ids = [], []
+    for attempts in PLACES.values():
+        found = [execution_at(*each) for each in attempts]
+        places.append({(each.checkpoints, each.run_id) for each in found})
+        ids += [each.attempt_id for each in found]
     assert [len(each) for each in places] == [1] * len(PLACES)
     assert len(set.union(*places)) == len(PLACES)
-    ids = [each.attempt_id for attempts in found.values() for each in attempts]
     assert len({cluster_name(each) for each in ids}) == len(ids) == sum(map(len, PLACES.values()))
 
 

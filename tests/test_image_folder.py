@@ -40,10 +40,9 @@ ALONE = World(0, 1, torch.device("cpu"))
 def names_in(directory):
     """The names of the training and of the held-out images."""
     index = read_index(directory)
-    return tuple(
-        {images.file(sample).name for sample in range(len(images))}
-        for images in (index.train, index.test)
-    )
+    train = {index.train.file(sample).name for sample in range(len(index.train))}
+    test = {index.test.file(sample).name for sample in range(len(index.test))}
+    return train, test
 
 
 # Choice of images

@@ -105,7 +105,10 @@ class Gang:
 
     @property
     def named(self):
-        return [[(each.rank, each.phase) for each in event.stragglers] for event in self.found]
+        named = []
+        for event in self.found:
+            named.append([(each.rank, each.phase) for each in event.stragglers])
+        return named
 
 
 def test_a_rank_is_named_after_a_minute_and_again_only_when_it_changes(monkeypatch, caplog):

@@ -71,8 +71,9 @@ def test_the_split_is_one_of_distinct_names_and_training_keeps_frequencies(tmp_p
         ("b", NAMES[::-1]),
     ):
         prepared(tmp_path / place, written(tmp_path, f"{place}.txt", "\n".join(names)))
-        datasets = get_recipe("pet_names").datasets(tmp_path / place)
-        training, test = ([spelled(row)[:-1] for row in each.tensors[1]] for each in datasets)
+        train_data, test_data = get_recipe("pet_names").datasets(tmp_path / place)
+        training = [spelled(row)[:-1] for row in train_data.tensors[1]]
+        test = [spelled(row)[:-1] for row in test_data.tensors[1]]
         assert len(test) == len(set(test)) == len(NAMES) // 10
         assert set(training).isdisjoint(test)
         assert set(training) | set(test) == set(NAMES)

@@ -520,8 +520,9 @@ def test_what_a_part_only_imports_may_be_of_the_user(installed, wheel, tmp_path)
 def test_a_checkout_makes_the_project_that_its_wheel_makes(project, wheel, tmp_path):
     command = ("-m", "flyte_ddp", "new", "my-project", "--wheel", str(wheel))
     run([REPOSITORY], *command, cwd=tmp_path)
-    made, expected = (
-        {file.relative_to(top): file.read_bytes() for file in top.rglob("*") if file.is_file()}
-        for top in (tmp_path / "my-project", project)
-    )
-    assert made == expected
+
+    def files_of(top):
+        found = [file for file in top.rglob("*") if file.is_file()]
+        return {file.relative_to(top): file.read_bytes() for file in found}
+
+    assert files_of(tmp_path / "my-project") == files_of(project)

@@ -68,13 +68,14 @@ def test_messages_of_two_threads_arrive_whole(monkeypatch):
     receiver, up = multiprocessing.Pipe(duplex=False)
     link = AgentLink(up, [RankBeat()], 0, sys.stderr)
     texts = [name * 100_000 for name in "ab"]
-    threads = [
-        threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)])
-        for text in texts
-    ]
-    for thread in threads:
-        thread.daemon = True  # a message that cannot be read leaves them waiting
-        thread.start()
+
+    def send(text):
+        for _ in range(100):
+            link.send(text)
+
+    for text in texts:
+        # A message that cannot be read leaves the thread waiting, so it is a daemon.
+        threading.Thread(target=send, args=(text,), daemon=True).start()
     received = [receiver.recv() for _ in range(200)]
     assert sorted(received) == [text for text in texts for _ in range(100)]
 

@@ -280,13 +280,10 @@ def test_a_schedule_fills_in_the_kickoff_time_and_needs_nothing_else(package):
 
 def test_recipients_of_failures_and_inputs_of_retrainings_come_from_the_environment(package):
     is_given = package.profile == "gpu"
-    notified = [
-        (
-            list(each.email.recipients_email),
-            [WorkflowExecution.Phase.Name(phase) for phase in each.phases],
-        )
-        for each in package.launch_plans["retrain"].entity_metadata.notifications
-    ]
+    notified = []
+    for each in package.launch_plans["retrain"].entity_metadata.notifications:
+        phases = [WorkflowExecution.Phase.Name(phase) for phase in each.phases]
+        notified.append((list(each.email.recipients_email), phases))
     recipients = ["night@example.com", "day@example.com"]
     assert notified == [(recipients, ["FAILED", "ABORTED", "TIMED_OUT"])] * is_given
     given = package.launch_plans["retrain"].default_inputs.parameters

@@ -110,10 +110,8 @@ def test_another_number_of_ranks_goes_on_from_memory(tmp_path, undisturbed, clie
     weights, samples, loads = lose(tmp_path, "worker-0-7", splits=True, **options)
     assert loads.found == [(7, MEMORY)]
     assert samples == 8 + 8 + 5  # all of the last three batches
-    weights, expected = (
-        {name: torch.tensor(each) for name, each in values.items()}
-        for values in (weights, undisturbed(True))
-    )
+    weights = {name: torch.tensor(values) for name, values in weights.items()}
+    expected = {name: torch.tensor(values) for name, values in undisturbed(True).items()}
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
 
 

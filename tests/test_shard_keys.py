@@ -409,10 +409,12 @@ def mapped():
     """Bytes of removed files that this process has mapped, and the number of mapped parts."""
     with open("/proc/self/maps") as file:
         lines = [line.split() for line in file if "flyte-ddp-shards-" in line]
-    sizes = [[int(each, 16) for each in line[0].split("-")] for line in lines]
-    removed = [end - begin for (begin, end), line in zip(sizes, lines, strict=True)
-               if line[-1] == "(deleted)"]  # fmt: skip
-    return sum(removed), len(lines)
+    removed = 0
+    for line in lines:
+        begin, end = line[0].split("-")
+        if line[-1] == "(deleted)":
+            removed += int(end, 16) - int(begin, 16)
+    return removed, len(lines)
 
 
 def test_no_removed_file_stays_mapped_and_few_others(tmp_path):

@@ -218,7 +218,9 @@ def test_a_rare_source_is_read_where_lanes_are_many():
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_sums_of_floors_are_those_of_a_loop(pairs):
     counts, starts = np.array(pairs).T
-    expected = [sum((GOLDEN * n + start) // UNIT for n in range(count)) for count, start in pairs]
+    expected = []
+    for count, start in pairs:
+        expected.append(sum((GOLDEN * n + start) // UNIT for n in range(count)))
     assert sum_floors(counts, starts).tolist() == expected
 
 

@@ -864,7 +864,7 @@ def test_shards_whose_sizes_no_server_says_are_read(tmp_path):
             mixture = Mixture({"a": shards}, {"a": 1})
             for data, count in ((shards, 100), (mixture, len(mixture))):
                 batches = data.batches(16, 0, 0, 0, take=lambda batch: batch, num_ranks=2)
-                assert sum(len([data[number] for number in batch]) for batch in batches) == count
+                assert len([data[number] for batch in batches for number in batch]) == count
         finally:
             server.shutdown()
             thread.join()

@@ -36,10 +36,10 @@ def load(directory: Path) -> Any:
 def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the points of each curve that TensorBoard shows of a run."""
     found = load(directory)
-    return {
-        name: [(each.step, each.value) for each in found.Scalars(name)]
-        for name in found.Tags()["scalars"]
-    }
+    curves = {}
+    for name in found.Tags()["scalars"]:
+        curves[name] = [(each.step, each.value) for each in found.Scalars(name)]
+    return curves
 
 
 def write(place: str | Path, events: list[Event], **options: Any) -> None:

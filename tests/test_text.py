@@ -377,9 +377,10 @@ def test_bad_options_are_refused_in_one_line(options, expected):
 
 
 def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(tmp_path):
+    reversed_texts = [text[::-1] for text in DOCUMENTS]
     models = [
-        prepared_from(tmp_path / name, text, tokens="bpe", vocabulary=300)[0].model()
-        for name, text in (("first", DOCUMENTS), ("second", [text[::-1] for text in DOCUMENTS]))
+        prepared_from(tmp_path / name, texts, tokens="bpe", vocabulary=300)[0].model()
+        for name, texts in (("first", DOCUMENTS), ("second", reversed_texts))
     ]
     torch.save(models[0].state_dict(), tmp_path / "state.pt")
     with pytest.raises(

@@ -83,7 +83,8 @@ def test_rows_of_parquet_are_in_shards_once_with_all_columns(tmp_path, monkeypat
     found = [row for table in tables for row in table]
     assert len(tables) > 3
     assert sorted(found, key=lambda row: row["number"]) == rows
-    assert all(400 < np.mean([row["number"] for row in table]) < 2600 for table in tables)
+    for table in tables:
+        assert 400 < np.mean([row["number"] for row in table]) < 2600
     assert Shards(str(tmp_path / "shards"))[7]["number"] == found[7]["number"]
     single = write.find_tables(str(tmp_path / "rows/b.parquet"), (write.PARQUET,))
     assert write.write_parquet(single, str(tmp_path / "b"), 1, 1 << 20).startswith("500 samples")
@@ -182,11 +183,12 @@ def test_shards_of_images_are_samples_as_those_of_their_folder(tmp_path):
     assert described.startswith("12 training and 12 held-out samples in shards, read from ")
     assert described.endswith(": images of 3 classes")
     assert of_folder.class_names == of_shards.class_names
-    both = (
-        sorted((image.numpy().tobytes(), label) for image, label in (data[n] for n in range(12)))
-        for data in (held_out, streamed)
-    )
-    assert next(both) == next(both)
+
+    def samples_of(data):
+        samples = [data[number] for number in range(12)]
+        return sorted((image.numpy().tobytes(), label) for image, label in samples)
+
+    assert samples_of(held_out) == samples_of(streamed)
     _, train, _, _ = prepare(destination, tmp_path / "c", unreadable="skip", cache_gib=2)
     assert (train.unreadable, train.cache_gib) == ("ignore", 2)
 
@@ -212,13 +214,13 @@ def test_windows_of_a_text_are_in_shards_as_they_are_without_and_so_are_its_figu
         f"{sizes[0]:,} training and {sizes[1]} held-out samples in shards, read from {shards}: "
         "windows of 8 tokens"
     )
-    found, expected = (
-        [
-            [(*pair[0].tolist(), *pair[1].tolist()) for pair in map(each.__getitem__, range(size))]
-            for each, size in zip(data, sizes, strict=True)
-        ]
-        for data in (streamed, plain)
-    )
+
+    def windows_of(data, size):
+        pairs = [data[number] for number in range(size)]
+        return [(*pair[0].tolist(), *pair[1].tolist()) for pair in pairs]
+
+    found = [windows_of(data, size) for data, size in zip(streamed, sizes, strict=True)]
+    expected = [windows_of(data, size) for data, size in zip(plain, sizes, strict=True)]
     assert found[1] == expected[1]
     assert found[0] != expected[0]
     assert sorted(found[0]) == sorted(expected[0])

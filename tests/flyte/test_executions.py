@@ -332,12 +332,13 @@ def drain(node: str, pods: str) -> None:
 
 def clusters_of(pod: str) -> list[str]:
     """Return the names of the Dask clusters that a task's pod owns and nobody has deleted."""
-    return [
-        each["metadata"]["name"]
-        for each in items("daskclusters")
-        if "deletionTimestamp" not in each["metadata"]
-        and any(owner["name"] == pod for owner in each["metadata"].get("ownerReferences", []))
-    ]
+    names = []
+    for cluster in items("daskclusters"):
+        metadata = cluster["metadata"]
+        owners = [owner["name"] for owner in metadata.get("ownerReferences", [])]
+        if "deletionTimestamp" not in metadata and pod in owners:
+            names.append(metadata["name"])
+    return names
 
 
 def test_a_launch_plan_starts_by_hand_as_in_the_readme(

@@ -107,12 +107,13 @@ def wait_for_line(pod: str, text: str) -> None:
 def clusters_of(pod: str) -> list[str]:
     """The Dask clusters that a task's pod owns and nobody has deleted."""
     found = json.loads(kubectl("get", "daskclusters", "--output", "json"))["items"]
-    return [
-        each["metadata"]["name"]
-        for each in found
-        if "deletionTimestamp" not in each["metadata"]
-        and any(owner["name"] == pod for owner in each["metadata"].get("ownerReferences", []))
-    ]
+    names = []
+    for cluster in found:
+        metadata = cluster["metadata"]
+        owners = [owner["name"] for owner in metadata.get("ownerReferences", [])]
+        if "deletionTimestamp" not in metadata and pod in owners:
+            names.append(metadata["name"])
+    return names
 
 
 def cluster_pods(cluster: str, component: str = "") -> list[str]:

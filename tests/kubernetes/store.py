@@ -74,9 +74,9 @@ class Store:
 
     def checkpoint_steps(self, run: str) -> list[int]:
         """The steps of the run's complete checkpoints."""
-        names = (path.rsplit("/", 1)[-1] for path in self.files.ls(f"runs/{run}", detail=False))
-        return sorted(
-            int(match[1])
-            for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names)
-            if match
-        )
+        steps = []
+        for path in self.files.ls(f"runs/{run}", detail=False):
+            match = re.fullmatch(r"step-(\d+)\.json", path.rsplit("/", 1)[-1])
+            if match:
+                steps.append(int(match[1]))
+        return sorted(steps)

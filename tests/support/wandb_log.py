@@ -68,8 +68,11 @@ def records_of(directory: Path, kind: str) -> list[Any]:
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:
     """The rows logged, without W&B's own columns."""
-    rows = [values_of(history.item) for history in records_of(directory, "history")]
-    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+    rows = []
+    for history in records_of(directory, "history"):
+        row = values_of(history.item)
+        rows.append({key: value for key, value in row.items() if not key.startswith("_")})
+    return rows
 
 
 def config_of(directory: Path) -> dict[str, Any]:
