@@ -25,7 +25,8 @@ from flyte_ddp.rehearsal.verdict import Verdict, judge
 ROOT = Path(__file__).parents[1]
 MODULES = ("torch", "torch._dynamo")
 TITLES = dict(runs.TITLES)
-FAULTS = [name for name in TITLES if name != "node"]  # takes longer than all others
+# A lost node takes longer than all other faults.
+FAULTS = [name for name in TITLES if name != "node"]
 
 # In the manner of PyTorch's ImageNet example: a checkpoint with all state after each epoch.
 CAREFUL = """
@@ -470,7 +471,7 @@ VARIANTS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
         {"accumulation"},
     ),
     "accumulated": ([*MID_EPOCH, *ACCUMULATED], set()),
-    # the first epoch has it
+    # The best loss is in the first epoch.
     "best lost": (
         [
             ("first = 0\n", "first, best = 0, -torch.inf\n"),

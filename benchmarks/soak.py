@@ -127,7 +127,7 @@ class Faults(threading.Thread):
                 return
             is_announced = bool(self.announced) and self.random.random() < self.announced
             if is_announced or (len(self.nodes.workers) > 1 and self.random.random() < 0.5):
-                while len(self.nodes.workers) < 2:  # the run needs one
+                while len(self.nodes.workers) < 2:  # The run needs another worker.
                     if self.is_over.wait(0.1):
                         return
                 name = self.random.choice(sorted(self.nodes.workers))

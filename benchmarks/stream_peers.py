@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 NUM_SAMPLES, NUM_SHARDS, SAMPLE_BYTES = 16_384, 128, 16_384
-# divisible by 1, 2 and 3 ranks, as MosaicML Streaming's and litData's pages ask, and by SPLITS, as
-# LanceDB's does
+# The batch size is divisible by 1, 2 and 3 ranks, as MosaicML Streaming's and litData's pages ask,
+# and by SPLITS, as LanceDB's page asks.
 BATCH_SIZE, SPLITS = 252, 6
 SHUFFLED, LANES = 2048, 8
 SPLIT = 24  # batches before a resume at another number of ranks

@@ -71,7 +71,7 @@ def pytest_configure(config):
     # The worker inherits the directory of the process that started it.
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    # for pytest's own directories
+    # pytest makes its own directories there.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     # Short: the path of a UNIX socket has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")

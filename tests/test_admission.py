@@ -281,7 +281,7 @@ def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(
     with pytest.raises(ConfigError, match=r"^cluster\.kubernetes\.env: expected .*allowed"):
         call(kubernetes={"env": {"LD_PRELOAD": "x"}})
     call(kubernetes={"env": {"LD_PRELOAD": "x"}}, allowed={"env": ["LD_PRELOAD"]})
-    # in a project of one's own
+    # These are the settings of a project without any.
     monkeypatch.setattr("flyte_ddp.cluster.admission.read_settings", dict)
     call(
         kubernetes={"env": {"NCCL_DEBUG": "INFO"}, "env_from_secrets": ["store"]},

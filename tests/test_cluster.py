@@ -66,7 +66,7 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl) == 20
         # At this level a closing worker logs nothing about a task in hand.
         assert set(client.run(find_level).values()) == {logging.ERROR}
-        # to which a terminal sends SIGINT
+        # A terminal sends SIGINT to this process group.
         assert os.getpgrp() not in client.run(os.getpgrp).values()
         futures = [
             client.submit(double_in_a_child, 3, workers=[address], pure=False)
@@ -83,7 +83,7 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
 @pytest.mark.filterwarnings("error:Port 8787")
 def test_a_local_cluster_leaves_dasks_usual_port_to_others() -> None:
     with socket.socket() as other:
-        with contextlib.suppress(OSError):  # somebody has it
+        with contextlib.suppress(OSError):  # Another process may have the port already.
             other.bind(("", 8787))
             other.listen()
         with open_cluster(ClusterConfig(kind="local", num_nodes=1), "run"):
@@ -106,7 +106,7 @@ def test_a_local_cluster_listens_to_this_machine_alone() -> None:
     before = listening_addresses()
     with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run"):
         opened = listening_addresses() - before
-    # for each process a port of Dask's protocol and an HTTP server, and one more for each nanny
+    # Each process has a port of Dask's protocol and an HTTP server; each nanny has one more port.
     assert len(opened) == 8
     assert {host for host, _ in opened} == {"127.0.0.1"}
 
@@ -280,7 +280,7 @@ def test_kind_auto_chooses_an_available_cluster(
 
 
 def test_a_second_cluster_in_the_same_process_finds_dasks_settings_intact() -> None:
-    # In a process of its own, where open_cluster is the first to import Dask.
+    # A new process is needed, where open_cluster is the first to import Dask.
     script = """
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster

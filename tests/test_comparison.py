@@ -315,7 +315,7 @@ def test_the_ends_of_an_interval():
     low, high = find_bounds([1.0] * 39 + [-30.0])
     assert low == -math.inf
     assert math.isfinite(high)
-    # and one on which it is far better gives a finite interval
+    # A sample on which it is far better gives a finite interval.
     assert all(map(math.isfinite, find_bounds([-1.0] * 39 + [30.0])))
     skewed = [(number / 10) ** 3 for number in range(40)]
     low, high = find_bounds(skewed)

@@ -242,7 +242,7 @@ def test_ranks_do_not_outlive_their_scheduler(start_worker, tmp_path, caplog):
 
     def end_scheduler():
         ranks.extend(rank for nanny in nannies for rank in ranks_below(nanny.pid))
-        # only now, because how long a start takes depends on the machine
+        # The timeout changes only now, because the length of a start depends on the machine.
         object.__setattr__(config, "start_timeout", 1.0)
         scheduler.kill()
         scheduler.wait()

@@ -149,7 +149,7 @@ def test_the_use_of_a_node_is_measured_while_ranks_run(monkeypatch, forked_funct
 def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, monkeypatch, tmp_path):
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
-    machine(POD)  # the device is there, the driver's library is not
+    machine(POD)  # The device is there, and the driver's library is not.
     with raises_one_line(
         ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH"
     ) as caught:

@@ -38,7 +38,7 @@ PAGES = sorted(
     [REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"]
 )
 TARGETS = (REPOSITORY / "Makefile").read_text()
-# for a cluster: tests/kubernetes/test_guide.py follows them
+# The commands of these pages need a cluster: tests/kubernetes/test_guide.py follows them.
 GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))
 # The commands on this page take hours, and some of them do not exist any more.
 FIGURES = REPOSITORY / "benchmarks/README.md"
@@ -124,7 +124,7 @@ def blocks_of(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 OF_GUIDES = [block for page in GUIDES for block in blocks_of(page)]
 SHELL = [block for block in [*BLOCKS, *OF_GUIDES] if block.language == "sh"]
-# by their texts: a block that stands on several pages runs on the first of them
+# Blocks by their texts: a block that stands on several pages runs on the first of them.
 RUN: dict[str, Block] = {}
 for each in BLOCKS:
     is_short = each.page == SHORT and each.language == "python"
@@ -153,7 +153,7 @@ def directories(tmp_path_factory):
     return get
 
 
-# they repeat what tests of their own show; `make test-docs` runs them, and the CI
+# Other tests show the same; `make test-docs` and the CI run these blocks.
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUN.values(), ids=str)
 def test_a_block_runs_with_cheaper_settings(block, directories):

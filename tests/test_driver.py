@@ -298,7 +298,7 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
         # The run made progress in between, once.
         (16, [(OOM_POD, 7, 5), (OOM_POD, 8, 0), (OOM_POD, 8, 0)], OutOfMemory, 3),
         (16, [(OOM_POD, 7, 6), (OOM_POD, 12, 9), ENOUGH], TrainingStopped, 3),
-        # also one that reports no steps
+        # A run without reports counts its checkpoints.
         (16, [(OOM_POD, 0, 4), (OOM_POD, 0, 8), ENOUGH], TrainingStopped, 3),
         (0, [(AWAY, 5, 3), (AWAY, 9, 5), ENOUGH], TrainingStopped, 3),  # counts as no restart
         (0, [(AWAY, 5, 0), (AWAY, 5, 0)], StorageUnavailable, 2),
@@ -393,7 +393,7 @@ def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(
         return names(storage)
 
     monkeypatch.setattr(Storage, "names", names_if_there)
-    # the third has left nothing there
+    # The third attempt leaves nothing there.
     with pytest.raises(StorageUnavailable, match="the store is away"):
         train(own_place(16), tmp_path)
     said = re.findall(r"was lost (.*) and restarts from (.*) \(restart", caplog.text)

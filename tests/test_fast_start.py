@@ -51,7 +51,8 @@ print("sympy" in sys.modules)
 
 def test_a_step_does_not_import_the_compiler_and_a_torch_without_these_names_still_steps():
     before = "fast_start.avoid_importing_dynamo()"
-    # nor do a state in memory and the checks before the first step import a library for symbols
+    # A state in memory and the checks before the first step do not import a library for symbols
+    # either.
     assert run(TRAIN.format(before=before) + CHECK) == ["False", "False"]
     # This stands for a torch without the names. When it prints False, torch no longer needs the
     # trick: remove it.

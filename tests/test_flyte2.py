@@ -255,7 +255,7 @@ if __name__ == "__main__":
 def test_a_retraining_records_the_data_that_it_trained_on(packages, tmp_path):
     (tmp_path / "fetches.py").write_text(FETCHES)
     output = run(packages, "-S", "fetches.py", cwd=tmp_path)
-    # by the plan, and by the task that trains and judges
+    # The plan fetches the data, and so does the task that trains and judges.
     assert re.findall(r"fetched (\d+)", output) == ["2"]
     assert re.findall(r"trains on (\d+)", output)[-1] == "1"
 

@@ -92,7 +92,7 @@ LOOP = [(4 * epoch + batch, epoch, batch) for epoch in range(3) for batch in ran
             "epoch",
             range(6),
         ),
-        # an epoch that only some reports have
+        # Only some of these reports have an epoch.
         ([(step, 0.1 if step else None, {"loss": 1.0}) for step in range(3)], "step", range(3)),
     ],
     ids=["whole", "parts", "begin-anew", "no-epoch", "two-reports", "some"],

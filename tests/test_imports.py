@@ -19,7 +19,7 @@ from flyte_ddp.config.extras import EXTRAS
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("workflows", "tasks", "flyte_ddp")
 
-# From the top down. A module imports from its own layer and those below.
+# Layers from the top down. A module imports from its own layer and the layers below.
 LAYERS = {
     "workflows": 12,
     "tasks": 11,
@@ -50,7 +50,8 @@ LAYERS = {
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
 }
-# In which process a line runs: each of these folders imports of them only those beside its name.
+# Folders by the process in which their lines run. Of these folders, each one imports only the ones
+# beside its name.
 PICTURE = {
     "flyte_ddp.launch.control": ("flyte_ddp.launch.protocol",),  # the driver
     # The agent: there is one per machine.
@@ -66,7 +67,7 @@ PICTURE = {
     "flyte_ddp.session": ("flyte_ddp.rank",),
     "flyte_ddp.training": ("flyte_ddp.rank", "flyte_ddp.session", "flyte_ddp.launch.protocol"),
 }
-# By which a module reads, writes, waits or starts something. Requests to stop are set by signals.
+# Modules that read, write, wait or start something. Requests to stop are set by signals.
 DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfile", "threading")
 MAY_DO_IO = ("signals", "programs")
 # Number of packages and files directly below flyte_ddp, tasks and workflows, and number of pairs

@@ -246,7 +246,7 @@ def test_another_head_is_trained_on_a_frozen_body(tmp_path):
     trained = train_from(tmp_path / "given.pt", run, **options)
     assert trained["head.weight"].shape == (5, 16)
     body = {name: value for name, value in given.items() if name.startswith("body.")}
-    # also the statistics of its BatchNorm
+    # The statistics of the BatchNorm are kept too.
     torch.testing.assert_close({name: trained[name] for name in body}, body, rtol=0, atol=0)
 
     url = pin_state(str(tmp_path / "given.pt"))

@@ -57,7 +57,7 @@ class Listener(events.Listener):
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     pytest.importorskip(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path))
-    # in the middle of the second epoch; the last checkpoint is of step 16
+    # The fault comes in the middle of the second epoch; the last checkpoint is of step 16.
     fault = tmp_path / "step-17-1-9"
     fault.touch()
     options = {"checkpoints": str(tmp_path / "checkpoints")}

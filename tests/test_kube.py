@@ -624,7 +624,7 @@ class ApiServer:
         # results of the next requests: an HTTP status, or 0 for a cut connection
         self.faults: list[int] = []
         self.cluster: dict[str, Any] | None = None
-        # by the end of the path: an object, or a status with one
+        # Answers by the end of the path: an object, or a status with an object.
         self.answers: dict[str, Any] = {
             "/deployments": operator(),
             "/daskclusters": {"items": []},
@@ -1066,7 +1066,7 @@ def test_the_doctor_waits_for_a_dead_api_server_once(
     api_server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api_server.http.server_close()
-    # to sleep is an error
+    # A call of sleep is an error here.
     monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))
     assert main(["doctor", "--cluster", AUTOSCALED]) == 2
     told = capsys.readouterr()

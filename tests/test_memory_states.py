@@ -149,7 +149,7 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     memory = node_with((2, (0, 1)), (4, (0, 1)))
     left = memory.begin(1, BOTH)
     assert sorted(part.step for part in left) == [2, 2, 4, 4]
-    # by ranks that never close them
+    # Ranks that never close the files have them open.
     opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]
     memory.keep_only(0, 2)  # The ranks continue from this step.
     assert [os.fstat(each).st_size for each in opened] == [0, 0]

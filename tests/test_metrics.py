@@ -68,7 +68,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert 0 < scrape(server)[1]["flyte_ddp_remaining_seconds"] < 60
         for event in whole_run()[-12:]:
             run.handle(event)
-        # the store does not have it
+        # The store does not have this checkpoint.
         run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))
         text, found = scrape(server)
         assert set(found) == set(METRICS)

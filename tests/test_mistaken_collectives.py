@@ -185,7 +185,8 @@ IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", l
         ([waiting(2)], [0, 1], "ranks 0 and 1 left early: they have ended, and rank 2 waits"),
         # Rank 2 is in no group in which they wait: it is slow, not stuck.
         ([waiting(0, (0, 1)), waiting(1, (0, 1))], [2], None),
-        ([waiting(0, pending=[]), waiting(2, pending=[])], [1], None),  # they have gone on
+        # The waiting ranks have gone on.
+        ([waiting(0, pending=[]), waiting(2, pending=[])], [1], None),
         (
             [InspectedRank(0, 0, None, [IN_TORCH], groups=[])],
             [1],
@@ -211,7 +212,7 @@ def test_only_ranks_that_wait_for_one_that_has_ended_are(ranks, left, expected):
         ([([90.0], []), ([90.0], [])], None),  # nobody has ended: a stall, once it lasts
         ([([1900.0], []), ([1801.0], [])], Suspicion(1801.0)),
         ([([1900.0], []), ([], []), ([], [])], None),  # Two ranks wait for a node that prepares.
-        ([([], [0]), ([], [1])], None),  # all have
+        ([([], [0]), ([], [1])], None),  # All ranks have ended.
     ],
 )
 def test_ranks_that_have_waited_for_all_others_are_suspected(beats, expected):

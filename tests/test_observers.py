@@ -134,7 +134,7 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
             bar.handle(event)
         bar.close(None)
         contents = b""
-        # a terminal passes on what it has, not all there is
+        # A terminal passes on parts of the text.
         while select.select([master], [], [], 0.5)[0]:
             contents += os.read(master, 1 << 16)
     shown = contents.decode()
@@ -230,7 +230,7 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
             loaded(2),
             epoch_finished(1),  # The epoch contains an evaluation of 0.5 s.
             predictions_made(),
-            # from beside the training: divides none of its time
+            # The checkpoint is written beside the training, and divides none of its time.
             CheckpointWritten(4, "/c/4.pt", True),
             run_finished(),
         ],
@@ -252,7 +252,7 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
     for number in range(1, len(events)):
         assert RunState.of(events[:number]).time_spent(until=2000.0).wall == pytest.approx(1000.0)
     assert RunState.of(events).time_spent(until=2000.0).wall == 89.0
-    # without times
+    # These events have no times.
     assert RunState.of([started(), *epoch_of_events(1)]).time_spent(until=2000.0).wall == 0.0
 
     history = HistoryFile(tmp_path / "history.jsonl")

@@ -151,7 +151,7 @@ def test_a_local_run_whose_process_is_gone_is_over_at_once(tmp_path):
 def test_a_living_run_keeps_its_place_when_the_clock_is_set(tmp_path, monkeypatch, seconds):
     now = time.time
     with owns(str(tmp_path), "f1-n0") as first:
-        with monkeypatch.context() as patch:  # the clock as a process that starts now has it
+        with monkeypatch.context() as patch:  # A process that starts now has this clock.
             patch.setattr(time, "time", lambda: now() + seconds)
             for run in ("", "f2-n0", "f1-n0"):
                 with (

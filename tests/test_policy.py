@@ -58,15 +58,14 @@ def left(failure, step=5, resumed=0):
         # A gang that saved its state to grow
         (after(None), {}, {}, MOVE),
         (after(None), {"num_restarts": 3}, {"max_restarts": 3}, MOVE),
-        # A gang that one of its nodes leaves, as announced: whenever that is, and whatever fails
-        # because of it
+        # A gang that a node leaves after a notice, at any moment, whatever fails because of it
         (left(None), {}, {}, MOVE),
         (left(None), {"num_restarts": 3}, {"max_restarts": 3}, MOVE),
         (left(None, 0), {}, {}, MOVE),  # The notice came before the first step.
         (left(None, 7, 5), {}, {}, MOVE),  # The notice came while a checkpoint was written.
         # The notice came in an evaluation, with no step after the checkpoint.
         (left(None, 9, 9), {}, {}, MOVE),
-        # while it grows, or just after that
+        # The notice came while the gang was growing, or just after that.
         (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, MOVE),
         (left(None), {"previous": left(None)}, {}, MOVE),  # another notice
         # The two notices came at the same step.
@@ -120,7 +119,7 @@ def left(failure, step=5, resumed=0):
         (after(THEIRS, 7), {"previous": after(THEIRS, 7)}, {"max_restarts": 16}, ITSELF),
         # The run made progress in between.
         (after(THEIRS, 7), {"previous": after(THEIRS, 6)}, {"max_restarts": 16}, RESTART),
-        # another one
+        # The previous error was another one.
         (after(THEIRS, 7), {"previous": after(SHAPES, 7)}, {"max_restarts": 16}, RESTART),
         (after(THEIRS, 7), {"previous": after(KILLED, 7)}, {"max_restarts": 16}, RESTART),
         (after(THEIRS, 7), {"previous": after(LOST, 7)}, {"max_restarts": 16}, RESTART),

@@ -69,7 +69,7 @@ def server(monkeypatch):
             time.sleep(0.01)
     monkeypatch.setenv("TAKEN_AWAY", "1")
     parent = _description(RECIPE)["parent"]
-    # not this process, which no test may kill
+    # The parent is the server and not this process, which no test may kill.
     assert parent == forkserver._forkserver._forkserver_pid
     return psutil.Process(parent)
 

@@ -227,7 +227,7 @@ def test_an_unnecessary_training_is_not_scheduled(package):
     assert [node.metadata.name for node in chosen] == ["keep_champion", "challenge"]
     read = {binding.binding.promise.node_id for node in chosen for binding in node.inputs}
     assert read <= {"", "n0"}
-    # and the challenge is judged after the one training that is chosen
+    # The challenge is judged after the chosen training.
     nodes = package.workflows["workflows.retrain.challenge"].template.nodes
     assert [node.metadata.name for node in nodes] == ["where_to_train", "judge_challenger"]
     branch = nodes[0].branch_node.if_else

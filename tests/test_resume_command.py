@@ -96,7 +96,7 @@ def test_the_printed_command_resumes_as_it_is_printed(tmp_path, typed):
     with subprocess.Popen(
         typed, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
-        # until a checkpoint is stored
+        # The loop ends once a checkpoint is stored.
         while not [*tmp_path.rglob("step-*.json")] and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)

@@ -212,7 +212,7 @@ def test_of_many_lines_none_is_lost_wherever_a_read_ends(tmp_path):
         "half\rdrawn\r\nbad \udcff end\nno break"
     )
     contents = text.encode(errors="surrogateescape")
-    # in the middle of lines, characters and drawn lines
+    # The cuts are in the middle of lines, characters and drawn lines.
     for start in range(0, len(contents), 9_973):
         with open(tmp_path / "log", "ab") as file:
             file.write(contents[start : start + 9_973])

@@ -64,7 +64,7 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(
     project, tmp_path, monkeypatch
 ):
     figures = record_figures(monkeypatch)
-    # where no other test leaves anything; a short path, for sockets
+    # No other test leaves anything in this folder. Its path is short, for sockets.
     own = tempfile.mkdtemp(prefix="s-")
     monkeypatch.setattr(tempfile, "tempdir", own)
     monkeypatch.setenv("TMPDIR", own)

@@ -142,7 +142,8 @@ def test_a_registration_shows_each_field(project, monkeypatch, capsys):
     command, _ = register_here(monkeypatch, capsys)
     (project / "own_recipes" / "wine.py").unlink()
     (project / "own_recipes").rmdir()
-    with pytest.raises(ConfigError) as refused:  # because it looks at these packages
+    # The registration looks at these packages, so it fails.
+    with pytest.raises(ConfigError) as refused:
         register.main([])
     shown = f"{done.stdout}\n{command}\n{refused.value}"
     missing = {name for name, text in SEEN.items() if text not in shown}

@@ -114,7 +114,7 @@ def test_an_epoch_goes_on_at_another_number_of_ranks_for_each_format(kind, tmp_p
 def test_any_chain_of_stops_and_numbers_of_ranks_reads_each_sample_once(
     sizes, lanes, window, size, stops
 ):
-    # a thread that fetches ahead may still write to it
+    # A thread that fetches ahead may still write to the folder.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         data = prepared(Path(directory), sizes=sizes, lanes=lanes, window=window)
         expected = batches_of([read(data, 0, 1, size)[0]])
@@ -419,7 +419,7 @@ def test_a_mixture_goes_on_at_another_number_of_ranks(stop, tmp_path, caplog):
     assert batches_of([found for found, _ in begun]) + batches_of(parts) == expected
     assert "web/ has 1 shards more than its checkpoint" in caplog.text
     web = dataclasses.replace(data.sources["web"], window=5)
-    # with the windows of the checkpoint
+    # The windows are the checkpoint's.
     other = dataclasses.replace(data, sources={**data.sources, "web": web})
     assert batches_of([read(other, 0, 1, 24, position=begun[0][1])[0]]) == expected[3:]
     for change, what in (

@@ -430,7 +430,7 @@ def test_no_removed_file_stays_mapped_and_few_others(tmp_path):
         assert shards[sample]["x"][0] == sample // 16
         removed, count = mapped()
         assert (removed, count <= readers.MAX_MAPPED) == (0, True)
-    # by another process
+    # Another process removes these files.
     for file in (tmp_path / f"flyte-ddp-shards-{os.getuid()}").iterdir():
         if not file.suffix:
             file.unlink()

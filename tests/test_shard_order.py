@@ -197,7 +197,7 @@ def test_all_lanes_of_an_epoch_together_have_each_sources_share(
     for epoch in range(6):
         order, shares = mixed(lengths, proportions, lanes, epoch, seed)
         counts = count_sources(order, lengths)
-        # also where lanes have blocks of one place
+        # The bound also holds where lanes have blocks of one place.
         assert (abs(counts - shares * order.num_samples) < SLACK).all()
         num_samples.add(order.num_samples)
         found += counts

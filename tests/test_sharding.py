@@ -87,7 +87,7 @@ def shown(seen):
 
 
 def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
-    # to its end, because a slow writer leaves out a checkpoint on the way
+    # The run goes to its end, because a slow writer leaves out a checkpoint on the way.
     train_tiny(tmp_path / "whole", 1, epochs=2)
     undisturbed = CheckpointStore(str(tmp_path / "whole" / "checkpoints"), 2).load(2 * STEPS)
     whole, _ = train_tiny(tmp_path / "whole", 1, epochs=3)
@@ -235,7 +235,8 @@ def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_
 
     assert second is None  # killed
     assert whole[f"step-{8:010d}.json"] == [8, 8.0]
-    assert f"step-{5:010d}.json" in whole  # the best one, though newer ones replaced others
+    # The best checkpoint stays, though newer ones replaced others.
+    assert f"step-{5:010d}.json" in whole
     assert len(whole) < 8
     for manifest, values in whole.items():
         assert values == [int(manifest[5:15]), float(manifest[5:15])]

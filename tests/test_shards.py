@@ -342,7 +342,8 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
         kept = [file.stat().st_size for file in cache.iterdir() if file.suffix != ".lock"]
         assert sum(kept) <= 2 * size
     s3.requests.clear()
-    assert Shards(bucket, transform=to_record)[0] == record(0)  # another process's
+    # A new object stands for another process.
+    assert Shards(bucket, transform=to_record)[0] == record(0)
     assert s3.asked_for("shard-0000.tar") == []
     small = Shards(bucket, cache_gib=limit / 4)
     with pytest.raises(ConfigError, match=r"cache_gib: expected at least .* got"):
@@ -354,7 +355,7 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     # We must not wait for our own lock.
     free = [n for n in range(64) if f"{cache}/{n}.lock" not in used]
     left, made = (cache / f"{number:08x}{'0' * 24}.part" for number in free[:2])
-    own = cache / "notes.txt"  # a user's
+    own = cache / "notes.txt"  # A user's own file is in the folder.
     for number, file in enumerate((left, made, own)):
         file.write_bytes(b"x" * size)
         os.utime(file, (number, number))
@@ -388,7 +389,8 @@ def test_of_a_shard_in_a_store_the_parts_that_are_read_are_fetched(kind, parts, 
         assert sum(kept) < len(shard) / 2
     assert s3.asked_for(name).count("GET") <= 5
     before = len(s3.requests)
-    assert Shards(bucket, transform=to_record)[40] == record(40)  # another process's
+    # A new object stands for another process.
+    assert Shards(bucket, transform=to_record)[40] == record(40)
     assert len(s3.requests) - before == 2  # Only the index is requested.
     assert [shards[number] for number in range(100)] == [record(number) for number in range(100)]
 
@@ -831,7 +833,8 @@ def test_shards_with_other_columns_than_the_first_are_refused_unless_columns_are
     shards = Shards(url)
     assert shards.prepare().startswith("2 samples")
     assert shards[1] == {"x": 4, "y": 3}
-    write_tree({"c.parquet": rows({"x": 1, "z": 2})}, tmp_path / "train")  # a later one
+    # The new shard has other columns.
+    write_tree({"c.parquet": rows({"x": 1, "z": 2})}, tmp_path / "train")
     with pytest.raises(DataError, match=r"c.parquet: expected the columns of a.parquet, .* y, z: "):
         shards.prepare()
     some = Shards(url, columns=["x"])

@@ -23,7 +23,7 @@ BESIDE = (
     "pyproject.toml",
     "requirements.txt",
     ".dockerignore",
-)  # to build the image with; flytekit adds the last
+)  # files to build the image with; flytekit adds the last one
 RUN = [
     "run",
     "--remote",

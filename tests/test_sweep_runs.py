@@ -166,7 +166,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
             lambda: os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL),
         ),
         (is_slow(events.RunStarted), lambda: None),
-        # Not earlier: the restarted trial has to get further than where it went on.
+        # The restarted trial is not lost earlier: it has to get further than its state.
         (is_slow(events.EpochFinished), lambda: os.kill(os.getpid(), signal.SIGTERM)),
     ]
 

@@ -153,7 +153,8 @@ def test_an_error_in_a_loader_process_ends_with_the_data_sets_own_frames():
     try:
         SeededDataset(Images(), 0).__getitems__([(1, 7)])
     except LookupError as error:
-        frames = error.__traceback__.tb_next  # a loader's process has none of the user's before it
+        # A loader's process has no user frames before this one.
+        frames = error.__traceback__.tb_next
         wrapped = ExceptionWrapper((LookupError, error, frames), "in DataLoader worker process 0")
     with pytest.raises(LookupError) as caught:
         wrapped.reraise()

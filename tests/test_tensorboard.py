@@ -65,7 +65,8 @@ def test_another_process_continues_the_run(tmp_path: Path) -> None:
     picture = PictureShown(4, "mine", b"png")
     write(tmp_path, [started(), loaded(), *epoch_of_events(1), *epoch_of_events(2), picture])
     (file,) = (tmp_path / "one").iterdir()
-    file.rename(file.with_name("events.out.tfevents.1"))  # an earlier second's
+    # The file gets the name of an earlier second.
+    file.rename(file.with_name("events.out.tfevents.1"))
     write(tmp_path, [started(), loaded(4), *epoch_of_events(2), *epoch_of_events(3)])
     curves = read(tmp_path / "one")
     assert [step for step, _ in curves["train/loss"]] == [*range(1, 13)]

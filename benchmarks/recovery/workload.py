@@ -68,7 +68,7 @@ def log_steps() -> None:
             for parameter in group["params"]:
                 if parameter.shape == (NUM_SAMPLES,):
                     total = parameter.detach().sum()
-                    # by all ranks, with fsdp
+                    # All ranks gather the total with fsdp.
                     total = total.full_tensor() if hasattr(total, "full_tensor") else total
                     number = round(total.item() / LEARNING_RATE)
                     if log:

@@ -260,7 +260,8 @@ def namespace(operator: None) -> Iterator[Namespace]:
     eventually(
         lambda: not namespace.left_of_clusters(), 300, "an end to everything of all Dask clusters"
     )
-    kubectl("delete", "namespace", name, "--timeout=300s")  # waits: nothing in it may keep it
+    # The command waits until nothing is left in the namespace.
+    kubectl("delete", "namespace", name, "--timeout=300s")
     for file in applied:
         kubectl(
             "delete", "-f", "-", "--wait=false", "--ignore-not-found", stdin=manifest(file, name)

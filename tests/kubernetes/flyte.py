@@ -151,7 +151,8 @@ class Flyte:
                 *default["env"],
                 *({"name": name, "value": value} for name, value in environment.items()),
             ],
-            # Not the task's: these nodes have two cores, which other pods share.
+            # These requests are smaller than the task's: these nodes have two cores, which other
+            # pods share.
             "resources": {
                 "requests": limits or {"cpu": "100m", "memory": "512Mi"},
                 "limits": limits or {},

@@ -38,7 +38,8 @@ IDLE = """
         print("the cluster is up", flush=True)
         time.sleep(600)
 """
-HOG = "held = [bytearray(1 << 24) for _ in range(1000)]"  # more than a pod may have
+# This takes more memory than a pod may have.
+HOG = "held = [bytearray(1 << 24) for _ in range(1000)]"
 PRETEND_GPU = "flyte-ddp.test/gpu"  # a resource that no node has
 
 

@@ -106,7 +106,7 @@ def test_a_multi_node_task_runs_the_registered_code_on_its_cluster(
     start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any
 ) -> None:
     flyte = start_flyte("wide")
-    # with Flyte's console every number is a float
+    # Flyte's console makes every number a float.
     template = {"terminationGracePeriodSeconds": 20.0}
     inputs = literals(
         tasks.train.train_on_cluster,

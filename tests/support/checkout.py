@@ -40,7 +40,7 @@ def copy_repository(directory):
     for name in (".installed", ".tested"):  # newer than the pins: make installs nothing
         (environment / name).touch()
     if (REPOSITORY / ".uv").is_dir():
-        # nor uv, which takes longer than the commands
+        # uv is not installed again either: this takes longer than the commands.
         (directory / ".uv").symlink_to(REPOSITORY / ".uv")
 
 

@@ -39,7 +39,7 @@ def install(kind):
     """
     program = REPOSITORY / PROGRAMS[kind]
     program.parent.mkdir(parents=True, exist_ok=True)
-    # another process of this session may be at it
+    # Another process of this session may be making the emulators.
     with open(REPOSITORY / "build/emulators/.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = ["make", "-C", str(REPOSITORY), PROGRAMS[kind]]

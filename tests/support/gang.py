@@ -106,7 +106,7 @@ class Link:
 
     def send(self, message):
         if isinstance(message, Emitted):
-            self.events.append(copy.deepcopy(message.event))  # the loop goes on to change it
+            self.events.append(copy.deepcopy(message.event))  # The loop changes the event later.
 
     def set_pace(self, *_):
         pass
