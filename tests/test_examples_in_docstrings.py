@@ -1,6 +1,5 @@
 """The examples in the docstrings of public names. An example whose first line is a comment needs
-more than one process, and is only compiled; so are the examples of Flyte 2's tasks, because the
-tests run without its SDK.
+more than this process. Such an example is only compiled, as are the examples of tasks of Flyte.
 """
 
 from __future__ import annotations
@@ -33,6 +32,24 @@ from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.storage import read_file
 
 ROOT = Path(__file__).parents[1]
+# public names that no package lists
+FURTHER = [
+    ("flyte_ddp.data.mixture", "Mixture"),
+    ("flyte_ddp.data.shards", "Shards"),
+    ("flyte_ddp.flyte.prediction", "predict"),
+    ("flyte_ddp.flyte.preparation", "prepare"),
+    ("flyte_ddp.flyte.resources", "pod"),
+    ("flyte_ddp.flyte.training", "train_on_cluster"),
+    ("flyte_ddp.flyte.training", "train_on_one_node"),
+    ("flyte_ddp.integrations.accelerate", "prepare"),
+    ("flyte_ddp.integrations.lightning", "SessionCallback"),
+    ("flyte_ddp.integrations.transformers", "SessionCallback"),
+    ("flyte_ddp.launch.distributed", "Distributed"),
+    ("flyte_ddp.launch.run", "RunResult"),
+    ("flyte_ddp.launch.train", "Trained"),
+    ("flyte_ddp.prediction.predict", "Predictions"),
+    ("flyte_ddp.studies.sweep", "Swept"),
+]
 # functions for the library's own modules
 INTERNAL = ("current", "is_in_run", "make_current", "_")
 PADDING = 0
@@ -65,8 +82,7 @@ GIVEN = {
 def list_public_names() -> list[tuple[str, str]]:
     """Return the module and the name in it of everything that must show its use."""
     names = [(module, name) for name, module in flyte_ddp._HOMES.items()]
-    names += [("flyte_ddp.data.shards", "Shards"), ("flyte_ddp.data.mixture", "Mixture")]
-    names.append(("flyte_ddp.launch.distributed", "Distributed"))
+    names += FURTHER
     for module, text in flyte2._HOMES.items():
         names += [(module, name) for name in text.split() if name != "SETTINGS"]
     for node in parse("flyte_ddp.session").body:
@@ -101,7 +117,9 @@ HOOKS = [name.partition(".")[2] for _, name in NAMES if name.startswith("Recipe.
 IN_ONE_PROCESS = [
     (module, name)
     for module, name in NAMES
-    if "." not in name and "flyte2" not in module and not read_example(module, name).startswith("#")
+    if not name.startswith("Recipe.")
+    and not module.startswith("flyte_ddp.flyte")
+    and not read_example(module, name).startswith("#")
 ]
 
 
@@ -115,8 +133,10 @@ def test_a_public_name_shows_its_use(module, name):
 
 def test_the_collection_is_complete():
     names = {name for _, name in NAMES}
-    assert {*flyte_ddp.__all__, "Distributed", "save", "Recipe.losses"} <= {*names, "session"}
-    assert {"save", "load", "batches", "epochs", "report", "show"} <= {n for _, n in IN_ONE_PROCESS}
+    assert {*flyte_ddp.__all__, *flyte_ddp.data.__all__} <= {*names, "session"}
+    assert {"challenge", "save", "Recipe.losses"} <= names
+    executed = {name for _, name in IN_ONE_PROCESS}
+    assert {"save", "load", "batches", "report", "Mixture", "Recipe", "Shards"} <= executed
 
 
 @pytest.fixture
@@ -195,8 +215,3 @@ def test_each_method_of_a_recipe_can_be_overridden_as_shown(given, tmp_path):
     recipe.on_step(Reported(1, 0.5, {"gradient_norm": 1000.0}))
     assert Path("losses.csv").read_text() == "1,0.25,0.5\n"
     assert recipe.data_license("") == "CC BY 4.0"
-
-
-def test_the_first_line_of_an_example_says_what_it_needs():
-    compiled = {name for module, name in NAMES if read_example(module, name).startswith("#")}
-    assert compiled == {"Distributed", "load_champion", "predict", "run", "sweep", "train"}

@@ -39,6 +39,11 @@ def predict(
     """Predict `data` with a trained model: on this task's machine, or on the nodes of `cluster`.
 
     Each attempt continues the previous one. `output` is by default a place of the execution's own.
+
+    Example:
+        @task(**flyte.pod(flyte.SETTINGS.training, gpus=flyte.SETTINGS.gpus), retries=3)
+        def predict(model_state: str, data: flyte.OptionalSource) -> flyte.PredictionOutputs:
+            return flyte.predict(recipe="digits", model_state=model_state, data=data)
     """
     fields = given(config)
     check_cluster(cluster)

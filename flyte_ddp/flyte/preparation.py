@@ -65,6 +65,11 @@ def prepare(
 
     With `trains_here` in a local run, the ranks are processes of this machine. Then their modules
     are imported meanwhile.
+
+    Example:
+        @task(**flyte.pod(flyte.SETTINGS.small), retries=2)
+        def prepare(recipe: str, source: flyte.OptionalSource = None) -> flyte.Prepared:
+            return flyte.prepare(recipe=recipe, source=source)
     """
     if trains_here and not is_flyte_task():
         built_in = None

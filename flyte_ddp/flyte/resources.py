@@ -62,6 +62,12 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
             variables, and time for a last checkpoint, and it serves its figures.
         deck: the task has a Deck with the report. flytekit's own tabs, which repeat source and
             inputs, are left out.
+
+    Example:
+        @task(**flyte.pod(flyte.SETTINGS.training, gpus=flyte.SETTINGS.gpus, trains=True))
+        def train(recipe: str, data: flyte.PreparedData) -> flyte.TrainingOutputs:
+            config = TrainingConfig(epochs=3)
+            return flyte.train_on_one_node(recipe=recipe, config=config, data=data)
     """
     share = max(1, gpus)
     environment = {LIBRARY_VARIABLE: library_version(), **SETTINGS.tracking_environment}

@@ -42,6 +42,13 @@ def train_on_one_node(
 
     `output` is the directory of a local run's outputs. `parent_champion` is the version that this
     model is to replace, for its card.
+
+    Example:
+        @task(**flyte.pod(flyte.SETTINGS.training, trains=True), retries=3)
+        def train(config: TrainingConfig, data: flyte.PreparedData) -> flyte.TrainingOutputs:
+            return flyte.train_on_one_node(
+                recipe="digits", config=config, data=data, num_processes=2
+            )
     """
     return _train(
         recipe, config, data, checkpoints, output, parent_champion, num_processes=num_processes
@@ -62,6 +69,15 @@ def train_on_cluster(
 
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
     `output` and `parent_champion` are the same as in `train_on_one_node`.
+
+    Example:
+        @task(**flyte.pod(flyte.SETTINGS.driver, trains=True), retries=3)
+        def train(
+            config: TrainingConfig, data: flyte.PreparedData, cluster: flyte.ClusterInput
+        ) -> flyte.TrainingOutputs:
+            return flyte.train_on_cluster(
+                recipe="digits", config=config, data=data, cluster=cluster
+            )
     """
     return _train(recipe, config, data, checkpoints, output, parent_champion, cluster=cluster)
 

@@ -53,6 +53,16 @@ def prepare(
     Raises:
         ConfigError: there is no model or no DataLoader, the model is split in an unsupported way,
             the ranks do not share the global batch evenly, or it is the second call in a run.
+
+    Example:
+        # in every rank
+        accelerator = Accelerator()
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+        for epoch in range(10):
+            for inputs, targets in loader:
+                accelerator.backward(functional.cross_entropy(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
     """
     if not session.is_in_run():
         return accelerator.prepare(*objects)

@@ -42,6 +42,12 @@ class SessionCallback(Callback):  # type: ignore[misc]
     Raises:
         ConfigError: when training begins, if the strategy is not supported, or the ranks do not
             share the global batch evenly.
+
+    Example:
+        # in every rank
+        callback = SessionCallback(save_steps=50)
+        trainer = lightning.Trainer(strategy="ddp", max_epochs=10, callbacks=[callback])
+        trainer.fit(module, loader)
     """
 
     save_steps: int = SAVE_STEPS

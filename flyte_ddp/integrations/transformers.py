@@ -54,6 +54,12 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     Raises:
         ConfigError: the model is split in an unsupported way, or a rank's share of the global batch
             is not a multiple of `per_device_train_batch_size`.
+
+    Example:
+        # in every rank
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.add_callback(SessionCallback(trainer))
+        trainer.train()
     """
 
     trainer: Trainer

@@ -224,7 +224,14 @@ def count_workers(client: Client) -> int:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of `run` with `raise_errors=False`."""
+    """The result of `run` with `raise_errors=False`.
+
+    Example:
+        # after the ranks have ended
+        result = flyte_ddp.run(train, nproc_per_node=2, raise_errors=False)
+        if result.error is not None:
+            print("failed:", result.error)
+    """
 
     value: Any  # value of rank 0; None after a failure of a rank
     error: Exception | None  # error of a rank, or of `results`; None without an error

@@ -48,6 +48,13 @@ class Trained:
         card: the run card, described in docs/outputs.md.
         export_url: directory with the card, the weights as safetensors and the recipe's exports; ""
             if the checkpoints were not kept.
+
+    Example:
+        # after a training
+        trained = flyte_ddp.train("digits", {"epochs": 2}, nproc_per_node=2)
+        losses = [epoch.test_loss for epoch in trained.epochs]
+        model = Digits().model()
+        model.load_state_dict(trained.model_state)
     """
 
     model_state: dict[str, Tensor]

@@ -53,7 +53,14 @@ ARROW = ("pyarrow.parquet", "pandas")  # The first module imports pandas if it i
 
 @dataclass(frozen=True)
 class Predictions:
-    """The result of `predict`."""
+    """The result of `predict`.
+
+    Example:
+        # after a prediction
+        made = flyte_ddp.predict("digits", "digits.pt", "", "predictions")
+        tables = [pandas.read_parquet(path) for path in made.paths]
+        assert made.num_rows == sum(map(len, tables))
+    """
 
     paths: list[str]  # Parquet files, in the order of the samples
     num_rows: int  # rows in all files, one for each sample

@@ -108,6 +108,12 @@ class Swept:
     Attributes:
         trials: each with `trial.values`, `status`, `results` and, if it failed, `error`.
         best: the finished one with the best result, `best.kept`.
+
+    Example:
+        # after a sweep
+        swept = flyte_ddp.sweep(train, {"learning_rate": [0.1, 0.01]})
+        swept.plot("losses.svg")
+        print(swept.table.groupby("trial")["loss"].min())
     """
 
     trials: list[TrialRun]
