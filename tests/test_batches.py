@@ -555,7 +555,7 @@ def test_a_save_that_handles_an_error_leaves_the_rest_of_the_epoch_to_a_restart(
     assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
     try:
         raise Killed
-    except Killed:  # A handler around the whole training catches it.
+    except Killed:  # The whole training runs inside this handler.
         leave_by_break(session.batches(NUMBERS, BATCH, 2))
         assert save_here(session.current())["is_over"]
 
@@ -570,7 +570,7 @@ def test_a_loop_may_be_opened_again_after_a_look_at_its_first_batches(
 
     def train_one_batch(current):
         for epoch in session.epochs(3) if has_epochs else range(3):
-            with contextlib.suppress(StopIteration):  # `next` looks ahead where no batch is left.
+            with contextlib.suppress(StopIteration):  # The look fails where no batch is left.
                 leave(session.batches(dataset, BATCH, epoch))
             for batch, _ in session.batches(dataset, BATCH, epoch):
                 seen.append((epoch, batch[0] if isinstance(batch, tuple) else batch))

@@ -47,7 +47,7 @@ class FakeNvml:
         return 0
 
     def nvmlDeviceGetHandleByUUID(self, name, handle):
-        return 2  # a count without the GPU
+        return 2  # status of a device that is not there
 
     def nvmlDeviceGetUtilizationRates(self, gpu, rates):
         rates._obj.gpu = 50 * (gpu.value or 0)

@@ -90,7 +90,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
         for event, stragglers in (
             (StragglersFound(12, [slow]), (1, pytest.approx(1.5))),
-            # The attempt ended while the run waits for nodes.
+            # The run waits for nodes after this attempt.
             (AttemptEnded(12, "a node was lost", 0.0), (0, 1)),
         ):
             run.handle(event)

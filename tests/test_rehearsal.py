@@ -22,8 +22,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs/rehearse.md").read_text()
 CARELESS = re.search(r"# careless.py\n(.*?)```", PAGE, re.S)[1]
 
-# Causes for a function, and for a recipe. The function saves after each step, the recipe after each
-# epoch of four.
+# A script with a function that saves after each step.
 FUNCTION = """
 import torch
 from flyte_ddp import session

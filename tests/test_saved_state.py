@@ -315,7 +315,7 @@ def test_an_older_checkpoint_of_another_format_is_refused_and_stays(tmp_path, mo
     save(tmp_path, 2, step=2)
     store = CheckpointStore(str(tmp_path), 1)
     store.load_latest()
-    for step in (3, 4):  # This checkpoint does not prevent the removal of others.
+    for step in (3, 4):  # The checkpoint in format 99 does not prevent the removal of others.
         store.save({"state": step}, step, best=False)
         store.wait()
     left = sorted(path.name for path in tmp_path.glob("*.json"))

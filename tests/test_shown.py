@@ -174,7 +174,7 @@ def test_figures_that_are_not_finite_are_null_in_json_and_come_back_as_nan(value
     lines = "".join(map(to_line, every))
     assert strict(lines.splitlines()[3])["metrics"] == {"mae": None}
     read = parse_history(lines.encode(), "history")
-    assert read[2].epoch is None  # Such a text is not a number that is missing.
+    assert read[2].epoch is None  # The value None is kept: it is not a missing number.
     for back in (read[3], read[4].epochs[0]):
         assert math.isnan(back.test_loss)
         assert math.isnan(back.metrics["mae"])
