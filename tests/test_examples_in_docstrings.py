@@ -143,6 +143,7 @@ def test_the_collection_is_complete():
 def given(tmp_path, monkeypatch):
     """The names that an example may use, in a directory with data."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # place of the cache of shards
     for name in ("train", "code", "web"):
         (tmp_path / name).mkdir()
         rows = [json.dumps({"pixels": [number, 255], "label": number % 2}) for number in range(64)]
