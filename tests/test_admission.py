@@ -499,7 +499,7 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
 def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text("[allowed]\nimage = []\n")
-    with pytest.raises(ConfigError, match=r"settings.toml: allowed: expected one .* got 'image'"):
+    with pytest.raises(ConfigError, match=r"settings.toml: allowed: expected .* got 'image'"):
         load_settings(file, {})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from flyte_ddp.errors import ChampionError, ConfigError, DataError
 from flyte_ddp.events import RunFinished
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.storage import Storage, file_below
-from flyte_ddp.task_run.run import TaskRun
+from flyte_ddp.task_run.files import TaskFiles
 
 OUTSIDE = ("../victim.txt", "a/../../victim.txt", "..", "", "/etc/hostname", "a\0b", None, 3)
 EXPECTED = "expected the name of a file below a directory, got "
@@ -63,12 +62,11 @@ def test_an_export_neither_deletes_nor_writes_a_file_elsewhere(place, name):
     (export / "old.bin").touch()
     card = {"model": {"files": ["old.bin", name, "../../victim.txt"]}}
     (export / "run_card.json").write_text(json.dumps(card))
-    run = SimpleNamespace(output_directory=place, directory=place, say=print)
     store = place / "store"
     store.mkdir()
     (store / "model.bin").write_bytes(b"weights")
     finished = RunFinished(1, 1.0, export_url=str(store), exported=["model.bin", name])
-    TaskRun.collect_export(run, finished, {"model": {"files": []}})
+    TaskFiles(place).collect_export(finished, {"model": {"files": []}})
     assert not (export / "old.bin").exists()
     assert (export / "model.bin").read_bytes() == b"weights"
 

@@ -201,7 +201,7 @@ def take_steps(kind, count, place, monkeypatch):
         optimizer.step()
     step = first + count
     training.save(model, [optimizer], [], step, {"step": step})
-    current.wait()
+    current.saver.wait()
     return optimizer.state_dict()
 
 
@@ -253,7 +253,7 @@ def test_a_schedule_that_does_not_come_back_in_a_frameworks_training_is_one_line
         optimizer.step()
         schedule.step()
         training.save(model, [optimizer], [schedule], schedule.last_epoch, {})
-        current.wait()
+        current.saver.wait()
         return schedule.last_epoch
 
     assert train(torch.optim.lr_scheduler.StepLR) == 1

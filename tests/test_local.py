@@ -184,7 +184,7 @@ def shorten_stall_timeout(driven):
         # In this process, and only now, because how long ranks take to start depends on the
         # machine.
         if line == "[rank 1] this rank hangs on purpose":
-            object.__setattr__(driven[-1].job.program, "stall_timeout", 0.5)
+            object.__setattr__(driven[-1].job.program.needs, "stall_timeout", 0.5)
 
     return relay
 
@@ -251,9 +251,9 @@ def test_a_long_preparation_of_data_is_no_stall(tmp_path, driven):
     def prepare():
         while not driven:  # the data are prepared while the run is made
             time.sleep(0.01)
-        object.__setattr__(driven[-1].job.program, "stall_timeout", 0.1)
+        object.__setattr__(driven[-1].job.program.needs, "stall_timeout", 0.1)
         time.sleep(1)
-        object.__setattr__(driven[-1].job.program, "stall_timeout", 600.0)
+        object.__setattr__(driven[-1].job.program.needs, "stall_timeout", 600.0)
         return str(run.data())
 
     run.train(1, data=prepare, epochs=1)
