@@ -128,7 +128,8 @@ class Rehearsal:
         own = (f"{os.path.realpath(self.directory)}/", temporary)
         for attempt in run.attempts:
             for call in attempt.calls("save"):
-                if not call["path"].startswith(own):
+                # a session's save, which has no path, is in a place of its own
+                if call["path"] and not call["path"].startswith(own):
                     raise ConfigError(
                         "rehearse: expected checkpoints below the directory in which the rehearsal "
                         "runs, or {outputs} in an argument, got "
