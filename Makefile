@@ -39,8 +39,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := first
 .PHONY: first help setup train train-multi-node image register
 
-first:  # what a newcomer needs
-	@printf '  %-44s %s\n' \
+# `make` alone prints the five commands that a newcomer needs.
+first:
+	@printf '  %-50s %s\n' \
 	  'make setup' 'the environment in .venv' \
 	  'make train' 'train on handwritten digits with two processes' \
 	  '.venv/bin/flyte-ddp train recipes.flowers.Flowers' "the README's recipe" \

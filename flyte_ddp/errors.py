@@ -159,7 +159,7 @@ class RankFailure(RuntimeError):
 
     @property
     def is_user_error(self) -> bool:
-        """Whether only a change of the input or of the program helps. The message is then one line
+        """True if the user has to change the input or the program. Then the message is one line
         that explains the failure.
         """
         kind = globals().get(self.error_name)  # the class has crossed processes by its name

@@ -74,8 +74,9 @@ def find_mode(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a program needs from its launcher. A recipe's config sets these fields. A function has
-    the defaults.
+    """The timeouts, variables and devices that a launcher gives to a program.
+
+    The config of a recipe sets the fields. A program that calls a function has the defaults.
 
     Example:
         >>> TrainingConfig(global_batch_size=64, compile=True).needs.compiler

@@ -135,8 +135,8 @@ class _Training:
         for each in optimizers:
             # The method is wrapped, because only optimizers derived from torch's have hooks.
             each.step = self._noting(each.step)
-        # The batch in the loop's body: epoch, number, state of the order's generator. After a pass
-        # that was left early it is the last batch of that pass.
+        # The epoch, the number and the generator's state of the batch in the loop's body. When a
+        # loop ends early, they stay those of its last batch.
         self._given: tuple[int, int, torch.Tensor] | None = None
         self._others = [
             each

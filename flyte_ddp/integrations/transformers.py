@@ -103,8 +103,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
                 "of an earlier version: finish the training with that version, or give another "
                 "place"
             )
-        # This is the only private name that is used. Without it the Trainer refuses the directory,
-        # which has no weights; `on_train_begin` loads the weights.
+        # The Trainer refuses a directory without weights, and `on_train_begin` loads the weights.
+        # So this private method, the only one used here, does nothing.
         trainer._load_from_checkpoint = lambda *arguments: None
         self._epoch, self._num_steps = found["epoch"], found["num_steps"]
         self._saved_step = json.loads(found["trainer"])["global_step"]

@@ -343,7 +343,7 @@ class _Ranks:
 
     @property
     def _may_exit(self) -> bool:
-        """Whether a rank that ends its process itself, with code 0, has succeeded."""
+        """True if a rank may end its own process. Exit code 0 then counts as success."""
         return self.job.program.kind is not Kind.RECIPE
 
     def _report(self, failure: RankFailure) -> None:

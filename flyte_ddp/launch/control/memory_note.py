@@ -30,9 +30,7 @@ def read_note(url: str) -> int | None:
 
 
 def write_note(url: str, step: int | None) -> None:
-    """Note the step for the next attempt of the run. None deletes the note, because the user
-    changes something before the next run.
-    """
+    """Note the step for the next attempt of the run. If `step` is None, delete the note."""
     if not url:
         return
     storage = Storage(url, timeout=0)

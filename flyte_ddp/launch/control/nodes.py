@@ -47,7 +47,7 @@ class Nodes:
 
     @property
     def can_do_without_leaving(self) -> bool:
-        """Whether the next attempt can start now without the nodes that leave."""
+        """True if enough other nodes are there to start the next attempt now."""
         return False
 
     def replace_leaving(self) -> None:
