@@ -359,7 +359,7 @@ def test_a_project_trains_from_anywhere_and_bad_settings_fail_the_run_alone(
     assert "model state" in output
     settings = copy / "settings.toml"
     for text, expected in (
-        ("gpu = 1\n" + settings.read_text(), "small, allowed, termination_grace"),
+        ("gpu = 1\n" + settings.read_text(), "(did you mean gpus?), got 'gpu'"),
         ("recipes = [", "settings.toml: expected TOML, got "),
         ("", "settings.toml: expected one with `recipes` in the project's directory"),
     ):
