@@ -22,38 +22,6 @@ from tests.support import browser
 from tests.support.checkout import build_wheel
 from tests.support.runs import fork_functions, new_run
 
-# Files of tests that take over half a minute, the longest first.
-LONGEST = (
-    *(
-        "test_promises",
-        "test_dask",
-        "test_elastic",
-        "test_dask_node",
-        "test_local",
-        "test_run",
-        "test_single_node",
-        "test_docs",
-        "test_sweep_runs",
-        "test_scaling",
-    ),
-    *(
-        "test_checkpoint",
-        "test_stores",
-        "test_trainer",
-        "test_retrain",
-        "test_text_workflow",
-        "test_flytekit_plugin",
-    ),
-    *(
-        "test_sharding",
-        "test_examples",
-        "test_example_scripts",
-        "test_script",
-        "test_weights_and_biases",
-    ),
-)
-
-
 MARK = "STARTED_BY_TESTS"  # an environment variable of this process and all that it starts
 
 
@@ -84,14 +52,6 @@ def pytest_sessionstart():
     that has such processes, theirs would be in its own TMPDIR, and go with it.
     """
     multiprocessing.util.get_temp_dir()
-
-
-def pytest_collection_modifyitems(items):
-    """Start with the files that take longest, so that no long one runs alone at the end of a
-    parallel session.
-    """
-    place = {name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True)
@@ -136,12 +96,13 @@ def store():
         yield found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def chromium():
-    """`browser.look`, for the tests of all reports."""
+    """`Browser.look`, for the tests of all reports."""
     if browser.CHROMIUM is None:
         pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    return browser.look
+    with browser.running_browser() as running:
+        yield running.look
 
 
 @pytest.fixture(scope="module")

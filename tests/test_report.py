@@ -34,6 +34,7 @@ from flyte_ddp.events import (
 from flyte_ddp.flyte.deck import open_deck
 from flyte_ddp.observers.formats import duration
 from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.reports import drawing
 from flyte_ddp.observers.reports.page import Page, Tile
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
@@ -56,6 +57,7 @@ def report_of(
     return made
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_a_run_that_is_refused_leaves_the_page_of_the_one_before(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     for events, is_kept in (
@@ -76,6 +78,7 @@ def test_a_run_that_is_refused_leaves_the_page_of_the_one_before(tmp_path: Path)
     assert "expected a name" in page.read_text()
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_the_page_of_a_run_is_made_again_from_its_history(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +97,12 @@ def test_the_page_of_a_run_is_made_again_from_its_history(
     (tmp_path / "empty.jsonl").write_text("")
     assert main(["report", str(tmp_path / "empty.jsonl")]) == 2
     assert "expected the history of a run that has started" in capsys.readouterr().err
+
+
+@pytest.fixture
+def titles_of_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the titles of pictures in their places. To draw them is most of the work for a page."""
+    monkeypatch.setattr(drawing, "to_svg", lambda panel: f"<svg>{panel.title}</svg>")
 
 
 def rank_failure() -> RankFailure:
@@ -181,6 +190,7 @@ def test_a_store_that_is_slower_than_a_notice_of_departure_is_reported(grace, wa
     assert notices == ([warning] if warns else [])
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_the_headline_is_the_monitored_figure():
     started, *others = sample_run.training(epochs=3)
     monitor = {"metric": "accuracy", "mode": "max"}
@@ -217,6 +227,7 @@ def test_the_report_of_a_finished_run_is_complete():
     assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 7
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_a_slow_rank_is_a_notice_and_each_change_a_row():
     slow = Straggler(1, "node 1", "", "data", 0.3, 0.1, 0.6, 0.4)
     events = [sample_run.started(), *sample_run.steps(1, 50), StragglersFound(20, [slow])]
@@ -229,6 +240,7 @@ def test_a_slow_rank_is_a_notice_and_each_change_a_row():
     assert "Announced losses 1 in this attempt; node 1 was lost" in text
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_the_report_splits_the_wall_time():
     events = [
         AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0),
@@ -246,6 +258,7 @@ def test_the_report_splits_the_wall_time():
     assert "Goodput" not in text_of(report_of(sample_run.training()))  # The events have no times.
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_the_status_follows_the_run():
     running = report_of(sample_run.training()[:20], closed=False)
     assert (running.status, "As of" in text_of(running)) == ("running", True)
@@ -256,6 +269,7 @@ def test_the_status_follows_the_run():
     assert "RankFailure rank 1 failed: ValueError: bad" in text_of(failed)
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_the_report_of_a_resumed_run_shows_its_origin_and_earlier_epochs():
     text = text_of(report_of(resumed_run()))
     assert "Resumed at step 150 from s3://bucket/run/step-0000000150.pt" in text
@@ -264,6 +278,7 @@ def test_the_report_of_a_resumed_run_shows_its_origin_and_earlier_epochs():
     assert "this attempt" in text
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
     large = sample_run.predictions(number=320, side=128)
     made = report_of([*sample_run.training(), large, sample_run.finished()])
@@ -281,6 +296,7 @@ def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
     assert "2 left out" in text_of(report_of([*sample_run.training(), huge]))
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_numbers_are_drawn_and_other_degrees_of_error_listed_from_the_worst():
     numbers = [Prediction("1", "1.5", {}, numbers=[1.0, 1.5], error=0.5)]
     text = text_of(report_of([*sample_run.training(), PredictionsMade(1, numbers)]))
@@ -298,6 +314,7 @@ def test_numbers_are_drawn_and_other_degrees_of_error_listed_from_the_worst():
     assert text.index("Ma|x") < text.index("Bell|e")
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
     events = sample_run.training()
     for index, event in enumerate(events):
@@ -495,6 +512,7 @@ def decks(sandbox: Path) -> list[str]:
     return [text for file in files if (text := file.read_text(encoding="utf-8"))]
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Path):
     seen: list[int] = []
 
@@ -536,6 +554,7 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
     assert "rank 1 failed" not in decks(sandbox)[0]
 
 
+@pytest.mark.usefixtures("titles_of_pictures")
 def test_a_store_that_hangs_keeps_no_event_from_the_listeners_behind_the_deck(
     sandbox: Path, monkeypatch: pytest.MonkeyPatch
 ):
