@@ -1,4 +1,6 @@
-"""Which checkpoints stay: the newest, the best, and the checkpoints that other processes wrote."""
+"""Delete checkpoints that newer ones replace. The newest and the best stay, and so do checkpoints
+that are newer than the one this run resumed from and that another process wrote.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,28 @@ from flyte_ddp.storage import Storage
 
 @dataclass(eq=False)
 class Retention:
-    """Deletes what newer checkpoints replace."""
+    """Deletes what newer checkpoints replace. Names of manifests sort by their steps."""
 
-    storage: Storage  # the place of the checkpoints; it does not repeat a failed try
-    num_kept: int  # newest checkpoints that stay; the best one stays besides
-    owner: str  # the owner's token, see `CheckpointStore`
-    resumed: str = ""  # the manifest that the run goes on from; older ones are its own
-    # the run's manifests by name: written or read by this process, or older than `resumed`
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    storage: Storage  # the place of the checkpoints; it does not repeat a failed request
+    num_kept: int  # number of newest checkpoints that stay; the best one stays as well
+    owner: str  # token of the run, see `CheckpointStore`
+    # manifest of the checkpoint that the run resumed from; "" for a run from step 0
+    resumed_manifest: str = ""
+    # The manifests, by name, of the checkpoints that may be deleted: this process wrote or read
+    # them, or they are not newer than `resumed_manifest`.
+    replaceable: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
-        """Rename the files of a damaged checkpoint; return the line that reports it."""
+    def rename_damaged(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
+        """Rename the files of a damaged checkpoint to `skipped-...`. Return a line that reports it.
+
+        Args:
+            storage: the same place as `self.storage`, but it repeats a failed request.
+        """
         check_owner(storage, self.owner)
         mark = f"skipped-{uuid.uuid4().hex[:8]}-"
         stem = manifest_name.removesuffix(".json")
-        # The manifest is renamed last: without it, nothing would find the tensors that are left.
+        # The manifest is renamed last: without it, nothing would find the other files after a
+        # crash in between.
         names = [
             name for name in storage.names() if name.startswith(f"{stem}-") and is_tensors(name)
         ]
@@ -47,43 +56,56 @@ class Retention:
             f"{mark}{manifest_name}: {damage}"
         )
 
-    def keep_newest(self, keeps_best: bool) -> bool:
-        """Delete all checkpoints but the newest, now and in the future. Return whether there were
-        others.
+    def keep_one(self, keeps_best: bool) -> bool:
+        """Delete all checkpoints but the newest. From now on, each new checkpoint replaces the one
+        before it. Return whether a checkpoint was deleted.
 
         Args:
-            keeps_best: keep the best checkpoint, too.
+            keeps_best: keep the best checkpoint as well.
         """
-        self.num_kept, num_before = 1, len(self.own)
+        self.num_kept = 1
+        num_before = len(self.replaceable)
         if not keeps_best:
-            for manifest in self.own.values():
-                manifest["best"] = False
-        if self.own:
-            self.prune(max(self.own))
-        return len(self.own) < num_before
+            for manifest in self.replaceable.values():
+                manifest["best"] = False  # in memory only: the stored manifest does not change
+        if self.replaceable:
+            self.prune(max(self.replaceable))
+        return len(self.replaceable) < num_before
 
-    def prune(self, newest: str) -> None:
-        """Delete the checkpoints that newer ones replace, and files that killed writers left."""
+    def prune(self, newest_manifest: str) -> None:
+        """Delete the checkpoints that newer ones replace, and the files of incomplete checkpoints.
+
+        Only rank 0 calls this, and no rank writes a checkpoint meanwhile. So each file of a
+        checkpoint without a manifest is from a writer that was killed or has failed.
+        """
         names = set(self.storage.names())
-        for name in filter(is_manifest, names):
-            if name <= self.resumed and name not in self.own:
+        manifests = set(filter(is_manifest, names))
+        for name in manifests - self.replaceable.keys():
+            if name <= self.resumed_manifest:
                 with contextlib.suppress(ConfigError, Damaged):  # an unreadable manifest stays
-                    self.own[name] = read_manifest(self.storage, name)
-        others = set(filter(is_manifest, names)) - self.own.keys()
-        self.own = {name: manifest for name, manifest in self.own.items() if name in names}
-        own = sorted(name for name in self.own if name <= newest)
-        best = [name for name in own if self.own[name].get("best")]
-        kept = {*own[-self.num_kept :], *best[-1:]}
-        # Manifests are deleted first: a checkpoint with a manifest must be whole. Later steps are
-        # deleted, too, because an older save of a later step would look like the newest.
-        for name in list(self.own):
+                    self.replaceable[name] = read_manifest(self.storage, name)
+        protected = manifests - self.replaceable.keys()
+        for name in self.replaceable.keys() - names:
+            del self.replaceable[name]  # deleted by hand
+        steps = sorted(name for name in self.replaceable if name <= newest_manifest)
+        best = [name for name in steps if self.replaceable[name].get("best")]
+        kept = {*steps[-self.num_kept :], *best[-1:]}
+        # Manifests are deleted first: a checkpoint with a manifest must be whole. Checkpoints of
+        # later steps are deleted, too. They were saved earlier, and would look like the newest.
+        for name in list(self.replaceable):
             if name not in kept:
                 self.storage.delete(name)
-                del self.own[name]
+                del self.replaceable[name]
         referenced = {
-            entry["file"] for manifest in self.own.values() for entry in manifest["files"]
+            entry["file"] for manifest in self.replaceable.values() for entry in manifest["files"]
         }
         for name in names - referenced:
-            is_left = is_tensors(name) and f"{name[:15]}.json" not in others
-            if is_left or is_half_written(name):
+            is_orphan = is_tensors(name) and _name_manifest(name) not in protected
+            if is_orphan or is_half_written(name):
                 self.storage.delete(name)
+
+
+def _name_manifest(tensors: str) -> str:
+    """Return the name of the manifest for a file such as `step-0000000123-4f1c88a2-1of4.pt`."""
+    checkpoint, _, _ = tensors.rsplit("-", 2)
+    return f"{checkpoint}.json"

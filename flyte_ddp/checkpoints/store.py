@@ -222,7 +222,7 @@ class CheckpointStore:
             if not world.is_first:
                 return ""
             if damage is not None:
-                skipped.append(self.retention.set_aside(self.storage, name, damage))
+                skipped.append(self.retention.rename_damaged(self.storage, name, damage))
             return max(filter(is_manifest, self.storage.names()), default="")
 
         while True:
@@ -234,7 +234,7 @@ class CheckpointStore:
             except Damaged as error:
                 damage = error
             else:
-                self.retention.resumed = name
+                self.retention.resumed_manifest = name
                 return state, self.storage.join(name), skipped
         return None, "", skipped
 
@@ -287,5 +287,5 @@ class CheckpointStore:
             box_of,
             is_mapped=self.storage.is_local,
         )
-        self.retention.own[name] = manifest
+        self.retention.replaceable[name] = manifest
         return state

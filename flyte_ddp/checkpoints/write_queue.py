@@ -176,7 +176,7 @@ class WriteQueue:
         with self._changed:
             checkpoints = [write for write in self._waiting if write.has_manifest]
         with contextlib.suppress(Exception):  # the next checkpoint deletes the rest
-            if retention.keep_newest(keeps_best=bool(checkpoints)):
+            if retention.keep_one(keeps_best=bool(checkpoints)):
                 return True
         if not (self.has_finished and checkpoints):
             return False

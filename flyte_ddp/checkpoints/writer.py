@@ -134,7 +134,7 @@ class Writer:
         check_owner(self.sink, self.retention.owner)  # an upload may take long
         name = checkpoint_name(write.step) + ".json"
         self.sink.write(name, json.dumps(manifest).encode())
-        self.retention.own[name] = manifest
+        self.retention.replaceable[name] = manifest
         self.report(True, (write.step, self.sink.join(name), write.best))
         try:
             self.retention.prune(name)

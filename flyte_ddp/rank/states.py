@@ -102,7 +102,7 @@ def load_newest(
             needed = needed_step(state)
             if needed in (0, each.step, *stored):
                 # Older checkpoints are removed as if this state were in the store.
-                store.retention.resumed = f"{checkpoint_name(each.step)}.json"
+                store.retention.resumed_manifest = f"{checkpoint_name(each.step)}.json"
                 process.free_parts(each.attempt, each.turn)
                 return Loaded(state, origin, True, skipped)
             problem = f"the store has no checkpoint of the best epoch, at step {needed}"
