@@ -22,7 +22,8 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.text import corpus, shards
 from flyte_ddp.recipes.text.corpus import Corpus
-from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN
+from flyte_ddp.recipes.text.shards import HELD_OUT_FILE as HELD_OUT
+from flyte_ddp.recipes.text.shards import TRAIN_FILE as TRAIN
 from flyte_ddp.recipes.text.tokens import byte_tokenizer, read_tokenizer, train_tokenizer
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state
 from tests.support import sample_run

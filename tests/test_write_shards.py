@@ -239,7 +239,7 @@ def test_shards_of_other_windows_than_the_recipes_are_refused(tmp_path):
         (model / name).write_text("{}")
     for number, (options, expected) in enumerate(
         (
-            ({}, "context: expected 8, with which the shards at .* were written, got 128"),
+            ({}, "context: expected 8, as in the shards at .*, got 128"),
             ({"context": 8, "tokens": "bpe"}, "tokens: expected 'auto', with which"),
             ({"context": 8, "pretrained": str(model)}, "pretrained: expected a model with the tok"),
         )

@@ -1,7 +1,8 @@
-"""Shards of images, written from folders: `train/` and `val/`, and beside them a note with the
-names of the classes.
+"""Write images from folders to shards: tar files with many images, in WebDataset's format.
 
-Imports no torch.
+At the destination, `train/` and `val/` contain the shards of the training and of the held-out
+images. Beside them lies the note (`data.splits.NOTE`): a JSON file with the names of the classes.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from flyte_ddp.data.source import CONCURRENT_READS
 from flyte_ddp.data.splits import SPLITS
 from flyte_ddp.data.write import begin_shards, compute_checksum, draw_order, write_shards
@@ -30,29 +29,34 @@ from flyte_ddp.recipes.image_folder.files import (
 )
 from flyte_ddp.recipes.image_folder.index import split_images
 
-CLASS = "cls"  # WebDataset's name for the field with the number of a sample's class
+CLASS = "cls"  # WebDataset's file extension for the number of an image's class
 MIN_IMAGES = 2  # training images that each class must have
 
 logger = logging.getLogger(__name__)
 
 
 def write_images(
-    source: str, destination: str, seed: int, shard_bytes: int, held_out: float, skips: bool
+    source: str,
+    destination: str,
+    seed: int,
+    shard_bytes: int,
+    held_out: float,
+    leaves_out_unreadable: bool,
 ) -> str:
-    """Write the images in the folders of `source` to shards of about `shard_bytes`. Return a
-    description.
+    """Write the images in the folders of `source` to shards of about `shard_bytes` bytes, in a
+    random order. Return a description.
 
     Args:
-        held_out: share of the images that is held out if there is no directory of held-out images.
-        skips: leave out an image that cannot be read, with a warning.
+        held_out: share of the images that is held out if `source` has no folder of held-out images.
+        leaves_out_unreadable: leave out an image that cannot be read, with a warning.
 
     Raises:
-        UnreadableImage: an image cannot be read.
-        DataError: `list_images` or `split_images` raised it.
-        ConfigError: `destination` has other files.
+        UnreadableImage: an image cannot be read, and `leaves_out_unreadable` is False.
+        DataError: there are no images, or the folders do not show each image's class and split.
+        ConfigError: `destination` contains files that are not these shards.
     """
     url, files, left_out = list_images(source)
-    train, test, description = split_images(source, files, left_out, held_out, MIN_IMAGES)
+    train, val, description = split_images(source, files, left_out, held_out, MIN_IMAGES)
     classes = sorted({label for label, _ in train})
     note = {
         "source": compute_checksum(map(dataclasses.astuple, files)),
@@ -63,72 +67,84 @@ def write_images(
     }
     begin_shards(destination, note)
     reader, lines = FileReader(url), [description]
-    skipped = None
-    if skips:
-        skipped = left_out
-    for split, images in zip(SPLITS, (train, test), strict=True):
-        order = [
-            (classes.index(label), file)
-            for label, file in map(images.__getitem__, draw_order(len(images), seed).tolist())
-        ]
-        shards = _cut([file for _, file in order], shard_bytes)
-        make = functools.partial(_make_tars, reader, order, shards, skipped)
-        lines.append(write_shards(f"{destination.rstrip('/')}/{split}", len(shards), ".tar", make))
+    for split, images in zip(SPLITS, (train, val), strict=True):
+        ordered = []
+        for place in draw_order(len(images), seed):
+            class_name, file = images[place]
+            ordered.append((classes.index(class_name), file))
+        shards = _assign_shards([file for _, file in ordered], shard_bytes)
+        encode = functools.partial(
+            _encode_shards, reader, ordered, shards, left_out, leaves_out_unreadable
+        )
+        url = f"{destination.rstrip('/')}/{split}"
+        lines.append(write_shards(url, len(shards), ".tar", encode))
     return "\n".join(lines) + report_left_out(left_out)
 
 
-def _cut(files: Sequence[File], shard_bytes: int) -> list[list[int]]:
-    """Return the places in `files` of each shard."""
-    sizes = np.array([max(0, file.size) for file in files])
-    numbers = (np.cumsum(sizes) - sizes) // shard_bytes
-    ends = np.flatnonzero(np.diff(numbers)) + 1
-    return [places.tolist() for places in np.split(np.arange(len(files)), ends)]
+def _assign_shards(files: Sequence[File], shard_bytes: int) -> list[list[int]]:
+    """Return the indices in `files` of each shard's files. A shard begins at the first file after
+    each multiple of `shard_bytes`.
+    """
+    shards: list[list[int]] = []
+    current = -1  # number of multiples of `shard_bytes` before the current shard
+    num_bytes = 0  # bytes of all files before the current file
+    for index, file in enumerate(files):
+        if num_bytes // shard_bytes != current:
+            current = num_bytes // shard_bytes
+            shards.append([])
+        shards[-1].append(index)
+        num_bytes += max(0, file.size)
+    return shards
 
 
-def _make_tars(
+def _encode_shards(
     reader: FileReader,
-    order: Sequence[tuple[int, File]],
+    ordered: Sequence[tuple[int, File]],
     shards: Sequence[Sequence[int]],
-    left_out: Counter[str] | None,
+    left_out: Counter[str],
+    leaves_out_unreadable: bool,
     missing: Sequence[int],
 ) -> Iterator[tuple[int, bytes, int]]:
-    """Yield number, contents and number of samples of each shard in `missing`.
+    """Yield number, contents and number of samples of each shard in `missing`: the shards that
+    `write_shards` has not found at the destination.
 
     Args:
-        order: the class and the file of each image, in the order of the shards.
-        left_out: counts the images that cannot be read; None if such an image is an error.
+        ordered: (number of the class, file) of each image.
+        shards: the indices in `ordered` of each shard's images.
+        left_out: number of files that are left out, by reason. Unreadable images are added to it.
     """
 
-    def read(image: int) -> bytes:
-        file = order[image][1]
+    def read(index: int) -> bytes | None:
+        """Return the contents of an image's file; None if the image is left out."""
+        file = ordered[index][1]
         try:
             contents = reader.read(file)
-            reader.decode(file, contents)
-            return contents
+            reader.decode(file, contents)  # only a check: the shard gets the file unchanged
         except UnreadableImage as error:
-            if left_out is None:
+            if not leaves_out_unreadable:
                 raise
             logger.warning("%s; it is left out", error)
-            return b""
+            return None
+        return contents
 
     with ThreadPoolExecutor(CONCURRENT_READS) as threads:
         for number in missing:
-            shard, samples = io.BytesIO(), 0
+            shard, num_samples = io.BytesIO(), 0
             with tarfile.open(fileobj=shard, mode="w") as tar:
-                images = shards[number]
-                for image, contents in zip(images, threads.map(read, images), strict=True):
-                    if contents:
-                        label, file = order[image]
-                        suffix = os.path.splitext(file.name)[1].lower() or ".image"
-                        _add(tar, f"{image:08d}{suffix}", contents)
-                        _add(tar, f"{image:08d}.{CLASS}", str(label).encode())
-                        samples += 1
-                    elif left_out is not None:
+                indices = shards[number]
+                for index, contents in zip(indices, threads.map(read, indices), strict=True):
+                    if contents is None:
                         left_out["unreadable"] += 1
-            yield number, shard.getvalue(), samples
+                        continue
+                    class_number, file = ordered[index]
+                    suffix = os.path.splitext(file.name)[1].lower() or ".image"
+                    _add_member(tar, f"{index:08d}{suffix}", contents)
+                    _add_member(tar, f"{index:08d}.{CLASS}", str(class_number).encode())
+                    num_samples += 1
+            yield number, shard.getvalue(), num_samples
 
 
-def _add(tar: tarfile.TarFile, name: str, contents: bytes) -> None:
+def _add_member(tar: tarfile.TarFile, name: str, contents: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(contents)
     tar.addfile(member, io.BytesIO(contents))

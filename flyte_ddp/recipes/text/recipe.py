@@ -123,14 +123,14 @@ class Text(Recipe):
         from flyte_ddp.recipes.text import pretrained
         from flyte_ddp.recipes.text.corpus import Corpus
         from flyte_ddp.recipes.text.shards import prepare_shards
-        from flyte_ddp.recipes.text.windows import prepare_windows, read_written
+        from flyte_ddp.recipes.text.windows import prepare_windows, read_window_note
 
         corpus = Corpus(source, self.separator, self.files, self.column)
         model = directory / MODEL
         config: dict[str, Any] = {}
         if self.pretrained:
             config = pretrained.fetch_model(self.pretrained, model)
-        written = read_written(self, source)
+        written = read_window_note(self, source)
         tokenizer = self._choose_tokenizer(corpus, written, model, source)
         if not self.pretrained:
             config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
@@ -198,13 +198,18 @@ class Text(Recipe):
         import torch
         from torch.utils.data import TensorDataset
 
-        from flyte_ddp.recipes.text.shards import FACTS, HELD_OUT, TRAIN, read_windows
+        from flyte_ddp.recipes.text.shards import (
+            FACTS_FILE,
+            HELD_OUT_FILE,
+            TRAIN_FILE,
+            read_windows,
+        )
         from flyte_ddp.recipes.text.tokens import read_tokenizer
         from flyte_ddp.recipes.text.windows import to_window
 
         # `model`, `figures` and `generate_sample` read these.
         self._directory = directory
-        self._bytes_per_token = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+        self._bytes_per_token = json.loads((directory / FACTS_FILE).read_text("utf-8"))
         self._tokenizer = read_tokenizer(directory / TOKENIZER)
         url = self._bytes_per_token.get("url")
         if url:
@@ -216,7 +221,7 @@ class Text(Recipe):
             windows = read_windows(directory / file, self._tokenizer, self.context)
             return TensorDataset(*map(torch.from_numpy, windows))
 
-        return load(TRAIN), load(HELD_OUT)
+        return load(TRAIN_FILE), load(HELD_OUT_FILE)
 
     def model(self) -> nn.Module:
         """Return the model for the tokens of the data, which `datasets` must have read before."""

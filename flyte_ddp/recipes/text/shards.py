@@ -25,8 +25,9 @@ from flyte_ddp.recipes.text.tokens import Tokenizer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TRAIN, HELD_OUT = "train.bin", "held_out.bin"
-FACTS = "text.json"  # bytes of text per token of either file
+TRAIN_FILE, HELD_OUT_FILE = "train.bin", "held_out.bin"
+# JSON: bytes of text per token of each split; also the shards' URL, if the data are in shards
+FACTS_FILE = "text.json"
 BATCH = 1 << 20  # characters of text that are tokenized at once
 BPE_SAMPLE = 64 << 20  # bytes of text from which a BPE is made
 BLOCK = 1 << 20  # tokens of a file that are searched at once
@@ -48,7 +49,7 @@ def prepare_shards(
         DataError: the corpus is empty.
         ConfigError: the window is longer than one of the files.
     """
-    paths = directory / TRAIN, directory / HELD_OUT
+    paths = directory / TRAIN_FILE, directory / HELD_OUT_FILE
     end = tokenizer.dtype.type(tokenizer.end).tobytes()
     num_documents, num_bytes = [0, 0], [0.0, 0.0]  # counts of the training and the held-out side
     with open(paths[0], "wb") as train_file, open(paths[1], "wb") as held_out_file:
@@ -78,7 +79,7 @@ def prepare_shards(
         name: count / size
         for name, count, size in zip(("train", "held_out"), num_bytes, sizes, strict=True)
     }
-    (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    (directory / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
     return (
         f"text from {corpus.name}: {sum(num_documents):,} document{'s'[: sum(num_documents) > 1]}, "
         f"{how}; {sizes[0]:,} tokens of {tokenizer.size:,} kinds to train, {sizes[1]:,} held "
