@@ -1,5 +1,5 @@
-"""`flyte-ddp rehearse SCRIPT`: run it with faults on purpose, and tell whether it is right. Imports
-no torch.
+"""`flyte-ddp rehearse PROGRAM`: run a program with faults on purpose, and print whether it still
+trains the same model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,37 +33,51 @@ from flyte_ddp.rehearsal.verdict import Row, Verdict, judge
 
 OPTIONS = (
     ("--nproc-per-node", "ranks of the undisturbed run (default 2)", 2),
-    ("--minutes", "for all runs: epochs are shortened where it is too little (default 2)", 2.0),
-    ("--data", "path or URL, for recipes that read data of yours", ""),
+    ("--minutes", "time for all runs; epochs are shortened to fit into it (default 2)", 2.0),
+    ("--data", "path or URL of the data, for a recipe that reads data of yours", ""),
     ("--json", "print the verdict as JSON", False),
     ("--report", "file for the HTML page", ""),
     ("program", "a script, MODULE:FUNCTION, or the name of a recipe", None),
 )
+# heads of the table's columns; the text prints their two words in two lines
 HEADS = (
-    *("fault", "verdict", "steps again", "restarts", "exit", "pause", "lost", "doubled"),
-    *("weights", "files left"),
+    "fault",
+    "verdict",
+    "steps repeated",
+    "restarts",
+    "exit code",
+    "longest pause",
+    "samples lost",
+    "samples doubled",
+    "weights",
+    "extra files",
 )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rehearse a program, print the table and the causes; return 0 if all results are right, else
-    1.
+    """Rehearse a program, and print the table and the causes. Return 0 if all results are right,
+    and 1 otherwise.
     """
-    text = "Run a program undisturbed and with each fault, and compare the runs."
-    parser = make_parser("rehearse", text, OPTIONS)
-    text = f"of the script, in which {OUTPUTS} is a directory of each run; fields of the recipe"
+    about = "Run a program undisturbed and with each fault, and compare the runs."
+    parser = make_parser("rehearse", about, OPTIONS)
+    text = (
+        f"arguments of the script, where {OUTPUTS} stands for a directory of each run; or fields "
+        "of the recipe"
+    )
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help=text)
     options = parser.parse_args(arguments)
     minutes = finite_number("--minutes", options.minutes, above=0, unit="minutes")
     num_ranks = whole_number("--nproc-per-node", options.nproc_per_node, minimum=1)
     modules = find_imports(options.program)
     start_server(modules)
-    # SystemExit leaves no process behind.
+    # SIGTERM raises SystemExit, so that the blocks below end their processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with own_directory("rehearsal-") as directory:
-        make, data = find_program(options.program, options.arguments, options.data, directory)
+        make_program, data = find_program(
+            options.program, options.arguments, options.data, directory
+        )
         rehearsal = Rehearsal(
-            make,
+            make_program,
             data,
             modules,
             Path(directory),
@@ -74,8 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.report:
         from flyte_ddp.rehearsal.page import RehearsalPage
 
-        page = RehearsalPage(options.program, verdict, cells)
-        page.close(None)
+        page = RehearsalPage(options.program, verdict, format_row)
+        page.close(None)  # The page then shows that the rehearsal has finished.
         page.write(Path(options.report))
     sys.stdout.write(f"{describe_json(verdict) if options.json else describe(verdict)}\n")
     return 0 if verdict.is_right else 1
@@ -84,16 +98,22 @@ def main(arguments: Sequence[str]) -> int:
 def find_program(
     name: str, arguments: Sequence[str], data: str, directory: str
 ) -> tuple[Callable[[str, int], Program], Callable[[], str] | None]:
-    """Return what `Rehearsal` needs to make the program, and a recipe's data.
+    """Return the arguments `make_program` and `data` of `Rehearsal` for a script, a function or a
+    recipe. Prepare the data of a recipe below `directory`.
+
+    Args:
+        data: path or URL that the user gave; "" for the recipe's default.
 
     Raises:
         ConfigError: there is no such script, function or recipe.
     """
     if name.endswith(".py") or Path(name).exists():
         script = str(Path(name).resolve())
-        return lambda outputs, _: script_program(
-            script, [each.replace(OUTPUTS, outputs) for each in arguments]
-        ), None
+
+        def make_script(outputs: str, _: int) -> Program:
+            return script_program(script, [each.replace(OUTPUTS, outputs) for each in arguments])
+
+        return make_script, None
     if ":" in name:
         if arguments:
             raise ConfigError(
@@ -106,45 +126,55 @@ def find_program(
             raise ConfigError(
                 f"rehearse: expected MODULE:FUNCTION, got {name!r}: {error}"
             ) from None
-        return lambda *_: function_program(function, (), {}), None
+        return lambda *_: function_program(function, arguments=(), keywords={}), None
     fields = read_fields(arguments)
     prepared = Path(directory, "data")
     prepared.mkdir()
     config = config_of(name, fields)
     prepare_data(get_recipe(name, config.recipe_options), data, prepared)
 
-    def make(_: str, length: int) -> Program:
-        shorter: dict[str, Any] = {"sample_size": length} if length else {}
+    def make_recipe(_: str, num_samples: int) -> Program:
+        shorter: dict[str, Any] = {"sample_size": num_samples} if num_samples else {}
         return recipe_program(name, config_of(name, {**fields, **shorter}))
 
-    return make, lambda: str(prepared)
+    return make_recipe, lambda: str(prepared)
 
 
-def find_imports(script: str) -> tuple[str, ...]:
-    """Return what the server of ranks imports once for all runs: torch, and the installed modules
-    that a script imports at its top.
+def find_imports(program: str) -> tuple[str, ...]:
+    """Return the modules that the fork server imports once for the ranks of all runs: torch, and
+    the installed modules that a script imports at the beginning of a line.
     """
-    is_script = script.endswith(".py") and Path(script).is_file()
-    text = Path(script).read_text(errors="replace") if is_script else ""
+    text = ""
+    if program.endswith(".py") and Path(program).is_file():
+        text = Path(program).read_text(errors="replace")
     found = re.findall(r"^(?:import|from) ([\w.]+)", text, re.M)
     names = []
-    for name in ("torch", "torch._dynamo", *found):  # DDP imports the second one
+    for name in ("torch", "torch._dynamo", *found):  # DDP imports torch._dynamo
         top = name.partition(".")[0]
         if top and top not in sys.stdlib_module_names and "site-packages" in str(find_spec(top)):
             names.append(name)
     return tuple(names)
 
 
-def cells(row: Row) -> dict[str, str]:
-    """Return a row of the table, by its heads."""
+def format_row(row: Row) -> dict[str, str]:
+    """Return the texts of a row of the table, by their heads."""
     run = row.run
     texts = [TITLES[run.name], f"not tried: {run.not_tried}"]
     if not run.not_tried:
+        pause = f"{run.pause:.1f} s"
+        if run.name == "again":  # It starts after the end of another run, not after a fault.
+            pause = ""
         texts = [
-            *(TITLES[run.name], row.verdict, str(run.num_redone), str(len(run.attempts) - 1)),
-            *(str(run.exit_code), f"{run.pause:.1f} s" if run.name != "again" else ""),
-            *(str(row.lost), str(row.doubled)),
-            *(_describe_weights(row), str(row.left)),
+            TITLES[run.name],
+            row.verdict,
+            str(run.num_redone),
+            str(len(run.attempts) - 1),
+            str(run.exit_code),
+            pause,
+            str(row.lost),
+            str(row.doubled),
+            _describe_weights(row),
+            str(row.left),
         ]
     return dict(itertools.zip_longest(HEADS, texts, fillvalue=""))
 
@@ -158,12 +188,18 @@ def _describe_weights(row: Row) -> str:
 
 
 def describe(verdict: Verdict) -> str:
-    """Return the table, what is wrong, and the causes, as text."""
-    rows = [list(HEADS), *(list(cells(row).values()) for row in verdict.rows)]
+    """Return the table, the verdict, what is wrong, and the causes, as text."""
+    heads = [head.partition(" ") for head in HEADS]
+    rows = [
+        [first for first, _, _ in heads],
+        [second for _, _, second in heads],
+        *(list(format_row(row).values()) for row in verdict.rows),
+    ]
+    # A run that was not tried has a reason, which may be longer than the columns.
     tried = [row for row in rows if row[2]]
     widths = [max(map(len, column)) for column in zip(*tried, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += ["", "right" if verdict.is_right else "wrong"]
+    lines += ["", f"verdict: {'right' if verdict.is_right else 'wrong'}"]
     lines += [
         f"  {TITLES[row.run.name]}: {'; '.join(row.notes)}" for row in verdict.rows if row.notes
     ]
