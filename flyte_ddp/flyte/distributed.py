@@ -29,7 +29,7 @@ from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
-from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
+from flyte_ddp.flyte.pods import make_driver_options, make_rank_options, read_pod_sizes
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
 from flyte_ddp.flyte.task import limited_urls, open_task_run
 from flyte_ddp.launch.distributed import Distributed as Distributed
@@ -59,11 +59,11 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         self._pods: dict[str, Any] = {}
         self._not_moved: list[str] = []  # options that do not reach the ranks' pods
         if task_config.gang().needs_cluster:
-            self._pods = describe_pods(options)
-            options, self._not_moved = fit_driver_pod(options)
+            self._pods = read_pod_sizes(options)
+            options, self._not_moved = make_driver_options(options)
             task_config.gang(self._pods)
         else:
-            options = fit_own_pod(options, task_config.increase_shared_mem)
+            options = make_rank_options(options, task_config.increase_shared_mem)
         super().__init__(task_config, task_function, task_type="python-task", **options)
 
     def _literal_map_to_python_input(self, literal_map: LiteralMap, ctx: Any) -> dict[str, Any]:

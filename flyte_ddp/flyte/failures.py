@@ -98,10 +98,10 @@ def flyte_errors() -> Iterator[None]:
 def _translate(error: Exception, outcome: Outcome) -> BaseException:
     if isinstance(error, TrainingStopped) and error.reason == signal.SIGINT.name:
         return KeyboardInterrupt(str(error))
-    if outcome.kind is Retry.USER:
+    if outcome.retry is Retry.USER_ERROR:
         return UserError(outcome.text)
     kind: Any = TaskFailed
-    if outcome.kind is Retry.MAY_SUCCEED:
+    if outcome.retry is Retry.MAY_SUCCEED:
         kind = RecoverableError
     can_note = hasattr(kind, "add_note") and is_flyte_task()
     text = outcome.text

@@ -24,7 +24,7 @@ from flyte_ddp.config.source_code import (
     source_files,
 )
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.pods import pod_with
+from flyte_ddp.flyte.pods import make_pod_template
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 from flyte_ddp.task_run.origin import code_version
@@ -109,7 +109,7 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         if port:  # The pod declares the port of the figures for the PodMonitor.
             environment[PORT_VARIABLE] = str(port)
             ports[PORT_NAME] = port
-        template.pod_spec = pod_with(grace, ports).pod_spec
+        template.pod_spec = make_pod_template(grace, ports).pod_spec
         options["secret_requests"] = SECRETS
     if trains or deck:
         options |= {"enable_deck": True, "deck_fields": ()}

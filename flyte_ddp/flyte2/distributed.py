@@ -99,7 +99,7 @@ class DistributedTask(MainThreadTask):
         if self.pods is None:
             self.pods = {}
             if config.gang().needs_cluster:
-                self.pods = describe_pods(resources)
+                self.pods = read_pod_sizes(resources)
                 self.resources = flyte.Resources(cpu=1, memory="2Gi")  # size of the driver's pod
             elif config.increase_shared_mem and not resources.shm:
                 self.resources = dataclasses.replace(resources, shm="auto")
@@ -142,7 +142,7 @@ class DistributedTask(MainThreadTask):
             return cloudpickle.loads(returned_value(state))
 
 
-def describe_pods(resources: flyte.Resources) -> dict[str, Any]:
+def read_pod_sizes(resources: flyte.Resources) -> dict[str, Any]:
     """Return the limits among a task's resources as fields of a cluster."""
     pods: dict[str, Any] = {}
     cpu, memory = resources.cpu, resources.memory

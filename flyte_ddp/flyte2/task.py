@@ -107,7 +107,7 @@ def flyte_errors() -> Iterator[None]:
         outcome = judge_failure(error, *RETRIED)
         if outcome is None:
             raise
-        if outcome.kind is Retry.MAY_SUCCEED:
+        if outcome.retry is Retry.MAY_SUCCEED:
             translated = flyte.errors.RuntimeUserError(type(error).__name__, outcome.text)
         else:
             translated = flyte.errors.NonRecoverableError(outcome.text, type(error).__name__)

@@ -1,14 +1,17 @@
-"""Decide if a failed task is to be retried, and what Flyte shows. This module imports no SDK."""
+"""Decide whether Flyte retries a failed task, and what it shows. This module imports neither
+flytekit nor Flyte 2's SDK, because the tasks of both use it.
+"""
 
 from __future__ import annotations
 
 import enum
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flyte_ddp import errors
 from flyte_ddp.config.frames import frames_of_user
-from flyte_ddp.errors import RankFailure, SweepFailed
+from flyte_ddp.errors import FailureKind, RankFailure, SweepFailed
 from flyte_ddp.launch.protocol.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.storage import redact_url
 
@@ -23,24 +26,26 @@ RECOVERABLE_ERRORS = (
     errors.StorageUnavailable,
     errors.TrainingStopped,
 )
-RECOVERABLE_KINDS = ("signal", "exit", "stall")  # kinds of a rank's failure
+RECOVERABLE_KINDS = (FailureKind.SIGNAL, FailureKind.EXIT, FailureKind.STALL)
 
 
 class Retry(enum.Enum):
-    """The answer to a failed attempt."""
+    """Whether another attempt may succeed, and if not, which error Flyte shows."""
 
-    USER = enum.auto()  # no retry: the user has to change something
-    REPEATS = enum.auto()  # no retry: it would fail in the same way, for example by a recipe's bug
-    MAY_SUCCEED = enum.auto()  # retry
+    MAY_SUCCEED = enum.auto()
+    # No: the input or the settings are wrong. The message explains the error to the user.
+    USER_ERROR = enum.auto()
+    # No: an exception in the program, such as a bug in a recipe. A traceback shows the place.
+    PROGRAM_ERROR = enum.auto()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a task by an error: a line, and the traceback that matters."""
+    """The failure of a task."""
 
-    kind: Retry
-    message: str
-    details: str = ""
+    retry: Retry
+    message: str  # the whole text of a user error; the first line of another error
+    details: str = ""  # the other lines, such as a traceback, shortened to a screen
 
     @property
     def text(self) -> str:
@@ -49,48 +54,55 @@ class Outcome:
         return f"{self.message}\n{self.details}"
 
 
-def judge_failure(error: Exception, *recoverable: str) -> Outcome | None:
+def judge_failure(error: Exception, *recoverable_names: str) -> Outcome | None:
     """Return the outcome of an error of the library or of a recipe's `prepare`; None for other
     errors.
 
     Args:
-        recoverable: names of an SDK's exceptions after which another attempt is wanted.
+        recoverable_names: class names of the SDK's exceptions after which another attempt may
+            succeed. A rank's exception reaches this process as its class name and its message.
     """
     if not isinstance(error, (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed)):
-        failure = _failure_of_prepare(error)
+        failure = _convert_error_of_prepare(error)
         if failure is None:
             return None
         error = failure
     if isinstance(error, USER_ERRORS) or (isinstance(error, SweepFailed) and not error.may_succeed):
-        return Outcome(Retry.USER, str(error))
-    kind = Retry.MAY_SUCCEED
+        return Outcome(Retry.USER_ERROR, str(error))
+    retry = Retry.MAY_SUCCEED
     if isinstance(error, RankFailure):
         if error.is_user_error:
-            return Outcome(Retry.USER, error.cause.partition(": ")[2])
-        may_succeed = (
-            error.kind in RECOVERABLE_KINDS
-            or issubclass(getattr(errors, error.error_name, Exception), RECOVERABLE_ERRORS)
-            or error.error_name in recoverable
-        )
-        if not may_succeed:
-            kind = Retry.REPEATS
-    text = str(error)
-    return Outcome(kind, first_line(text), shorten(text.partition("\n")[2]))
+            _, _, message = error.cause.partition(": ")  # The class name comes first.
+            return Outcome(Retry.USER_ERROR, message)
+        if not _may_succeed(error, recoverable_names):
+            retry = Retry.PROGRAM_ERROR
+    message, _, details = str(error).partition("\n")
+    return Outcome(retry, first_line(message), shorten(details))
 
 
-def _failure_of_prepare(error: Exception) -> RankFailure | None:
-    """Return the failure of a recipe's own `prepare` in the form of a rank's failure; None if
-    `error` is from elsewhere.
+def _may_succeed(failure: RankFailure, recoverable_names: Collection[str]) -> bool:
+    """Return whether another attempt may succeed after a rank's failure."""
+    if failure.kind in RECOVERABLE_KINDS or failure.error_name in recoverable_names:
+        return True
+    error_class = getattr(errors, failure.error_name, None)  # None for an error of the user's code
+    return error_class is not None and issubclass(error_class, RECOVERABLE_ERRORS)
+
+
+def _convert_error_of_prepare(error: Exception) -> RankFailure | None:
+    """Return an error of a recipe's `prepare` as a `RankFailure`; None for another error. Both are
+    exceptions of the user's code, so they are judged in the same way.
     """
-    frames = error.__traceback__
-    # The function is in recipes/prepare.py.
-    while frames and frames.tb_frame.f_code.co_name != "prepare_data":
-        frames = frames.tb_next
-    frames = frames and frames_of_user(frames)
-    if not frames:
+    # `prepare_data` of recipes/prepare.py calls `prepare`.
+    caller = error.__traceback__
+    while caller and caller.tb_frame.f_code.co_name != "prepare_data":
+        caller = caller.tb_next
+    if caller is None:
+        return None
+    users_frames = frames_of_user(caller)
+    if users_frames is None:
         return None
     cause = f"{type(error).__name__}: {error}"
-    text = redact_url("".join(traceback.format_exception(type(error), error, frames)))
+    text = redact_url("".join(traceback.format_exception(type(error), error, users_frames)))
     return RankFailure(
-        f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, cause=cause
+        f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", cause=cause
     )
