@@ -1,7 +1,7 @@
-"""The state of a run, folded from its events.
+"""The state of a run, computed from its events.
 
-`RunState` is the only place that knows what a restart from a checkpoint undoes. Whoever needs a
-run's epochs, reports or result folds its events with it.
+`RunState` handles one event after another. It is the only place that knows what a restart from a
+checkpoint undoes. Pages, trackers and results take a run's epochs and reports from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flyte_ddp.events.wall_time import TimeSpent, WallTime
 T = TypeVar("T", bound=EpochFinished | Reported)
 
 MAX_PICTURES = 50  # pictures of a run that are kept
-# Fields with the newest event of a kind.
+# fields of `RunState` with the newest event of a class
 NEWEST: dict[type, str] = {
     RunStarted: "started",
     CheckpointLoaded: "loaded",
@@ -48,8 +48,8 @@ NEWEST: dict[type, str] = {
 
 
 def find_best(results: Iterable[T], monitor: Monitor) -> T | None:
-    """Return the best of epochs or reports: of equal ones that with the lowest held-out loss, of
-    these the first.
+    """Return the epoch or the report with the best value of `monitor`. If several have this value,
+    return the one with the lowest held-out loss; if several have this loss, the first of them.
     """
 
     def key(result: T) -> tuple[float, float]:
@@ -76,46 +76,54 @@ def list_metrics(epochs: Sequence[EpochFinished]) -> dict[str, list[float]]:
 
 @dataclass
 class RunState(Listener):
-    """The state of a run, folded from its events. A listener: give it each event in order.
+    """The state of a run. Pass each event of the run to `handle`, in order.
 
     When the program resumes from a checkpoint, the reports and epochs after that checkpoint are
     removed.
+
+    state = RunState.of(read_history("history.jsonl"))
+    print(state.last_step, state.best)
     """
 
-    # every `Reported`; off where there are many runs and only the epochs matter
+    # Keep reports, pictures and measurements of nodes. False saves memory where there are many
+    # runs and only the epochs matter.
     keep_reports: bool = True
-    started: RunStarted | None = None  # the latest
-    loaded: CheckpointLoaded | None = None  # the load of the ranks that started last
-    reports: list[Reported] = field(default_factory=list)
-    # the newest values of the other ranks in this attempt
+    started: RunStarted | None = None  # of the current attempt, or else of the last one
+    # result of the search for a checkpoint in this attempt; None before, or without a search
+    loaded: CheckpointLoaded | None = None
+    reports: list[Reported] = field(default_factory=list)  # rank 0's reports of all attempts
+    # By rank, for all ranks but rank 0: the newest value of each figure in this attempt.
     rank_values: dict[int, dict[str, float]] = field(default_factory=dict)
-    # The epochs of all attempts. With `evaluation_interval` an epoch is there several times.
+    # The epochs of all attempts. With `evaluation_interval` the list contains an epoch several
+    # times.
     epochs: list[EpochFinished] = field(default_factory=list)
-    checkpoint: CheckpointWritten | None = None  # the newest
+    checkpoint: CheckpointWritten | None = None  # the newest checkpoint in the store
     predictions: PredictionsMade | None = None
     finished: RunFinished | None = None
-    # each change of the slow ranks
+    # one event for each change of the set of slow ranks
     stragglers: list[StragglersFound] = field(default_factory=list)
     bad_steps: list[StepFoundBad] = field(default_factory=list)
-    # the newest of each name, the last shown at the end, if reports are kept
+    # the newest picture of each name, in the order in which they were shown
     pictures: dict[str, PictureShown] = field(default_factory=dict)
-    measured: list[NodeMeasured] = field(default_factory=list)  # if reports are kept
-    num_starts: int = 0
-    num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
-    departure: str = ""  # why nodes left, the last time
+    measured: list[NodeMeasured] = field(default_factory=list)
+    num_starts: int = 0  # starts of the ranks
+    # attempts that ended because nodes left and had announced it
+    num_announced_losses: int = 0
+    departure: str = ""  # reason of the last announced loss
     grace_seconds: float = 0.0  # see `AttemptStarted`
-    # from the copy of the newest whole checkpoint until the store had it; 0: not known
+    # seconds from the copy of the newest stored checkpoint until the store had it; 0: not known
     writing_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        # seconds and step of the first and the last sign of progress of the ranks that started last
+        # (Unix time, step) of the first and of the last report or epoch in this attempt
         self._progress: list[tuple[float, int]] = []
-        self._copied_at: dict[int, float] = {}  # seconds by step
+        # Unix time by step of checkpoints that are copied, and not yet in the store
+        self._copied_at: dict[int, float] = {}
         self._time = WallTime()
 
     @classmethod
     def of(cls, events: Iterable[Event], keep_reports: bool = True) -> RunState:
-        """Fold `events`, in their order."""
+        """Return the state of a run after `events`."""
         state = cls(keep_reports)
         for event in events:
             state.handle(event)
@@ -124,16 +132,17 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
+        # `_add_results` reads `_progress`, so it comes later.
         if isinstance(event, Reported | EpochFinished) and event.at:
             self._progress = [*self._progress[:1], (event.at, event.step)]
         self._follow_attempts(event)
         if type(event) in NEWEST:
             setattr(self, NEWEST[type(event)], event)
         self._add_results(event)
-        self._add_others(event)
+        self._add_incidents(event)
 
     def _follow_attempts(self, event: Event) -> None:
-        """Take note of what starts, ends and resumes the ranks."""
+        """Update the state when the ranks start, end or resume."""
         match event:
             case AttemptStarted():
                 self.grace_seconds = event.grace_seconds
@@ -142,7 +151,7 @@ class RunState(Listener):
                     self.num_announced_losses += 1
                     self.departure = event.reason
                 if self.stragglers and self.stragglers[-1].stragglers:
-                    # compared anew
+                    # The next attempt compares its ranks from the beginning.
                     self.stragglers.append(StragglersFound(event.step, [], at=event.at))
             case RunStarted():
                 self.num_starts += 1
@@ -156,7 +165,8 @@ class RunState(Listener):
         match event:
             case Reported() if self.keep_reports:
                 if self.loaded is None and len(self._progress) == 1:
-                    # the first of a function that has looked for no checkpoint
+                    # The first report in an attempt of a function that does not call
+                    # `session.load`: the function begins again, and repeats these steps.
                     self.reports = [each for each in self.reports if each.step < event.step]
                 self.reports.append(event)
             case RankReported():
@@ -164,16 +174,19 @@ class RunState(Listener):
                 for report in event.reports:
                     values.update(report.values)
             case EpochFinished():
-                # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has
-                # brought already.
+                # A history file repeats the epochs of earlier attempts. `CheckpointLoaded` contains
+                # them, too.
                 by_step = {epoch.step: epoch for epoch in self.epochs} | {event.step: event}
                 self.epochs = list(by_step.values())
 
-    def _add_others(self, event: Event) -> None:
+    def _add_incidents(self, event: Event) -> None:
+        """Add what happens beside the training: stored checkpoints, slow ranks, bad steps, pictures
+        and measurements.
+        """
         match event:
-            case CheckpointSaved():
+            case CheckpointSaved():  # The state is copied, and the training continues.
                 self._copied_at[event.step] = event.at
-            case CheckpointWritten():
+            case CheckpointWritten():  # The copy is in the store.
                 self.writing_seconds = event.at - self._copied_at.pop(event.step, event.at)
             case StragglersFound():
                 self.stragglers.append(event)
@@ -189,14 +202,14 @@ class RunState(Listener):
 
     @property
     def monitor(self) -> Monitor:
-        """The figure of an epoch that decides which is the best."""
+        """The metric that decides which epoch is the best."""
         if self.started is None:
             return Monitor()
         return Monitor(**self.started.config.get("monitor", {}))
 
     @property
     def num_epochs(self) -> int:
-        """The number of whole epochs that are done."""
+        """The number of epochs that are trained to their end."""
         return sum(each.share == 1 for each in self.epochs)
 
     @property
@@ -218,29 +231,30 @@ class RunState(Listener):
         return self.loaded.step
 
     def seconds_left(self, now: float) -> float | None:
-        """Estimate the seconds from `now`, since the epoch, to the last step, by the pace since
-        these ranks' first report; None where it is not known.
+        """Estimate the seconds from `now` (Unix time) until the last step, by the pace since the
+        first report in this attempt. Return None while the pace or the last step is unknown.
         """
         if self.started is None or self.finished or len(self._progress) < 2:
             return None
-        (began, first), (ended, last) = self._progress
-        if last <= first or not self.started.num_steps:
+        (first_at, first_step), (last_at, last_step) = self._progress
+        if last_step <= first_step or not self.started.num_steps:
             return None
-        pace = (ended - began) / (last - first)
-        return max(0.0, ended - now + (self.started.num_steps - last) * pace)
+        step_seconds = (last_at - first_at) / (last_step - first_step)
+        ends_at = last_at + (self.started.num_steps - last_step) * step_seconds
+        return max(0.0, ends_at - now)
 
     def time_spent(self, until: float = 0.0) -> TimeSpent:
-        """Return what the wall time went to, up to the last event, or `until` (seconds since the
-        epoch) if it is later.
+        """Return the wall time of the run by purpose, up to the last event, or up to `until` (Unix
+        time) if that is later and the run goes on.
 
-        All zeros where the events have no times.
+        All times are 0 if the events have no timestamps.
         """
         if self.finished:
             until = 0.0
         return self._time.spent(until)
 
     def position(self, step: int) -> float:
-        """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""
+        """Convert an optimizer step to epochs, such as 1.5 for the middle of the second epoch."""
         if self.started is None:
             return 0.0
         return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)
