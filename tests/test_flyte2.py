@@ -452,7 +452,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
         "cluster: expected fields with their values, got [1]",
         "config: expected fields with their values, got [1]",
         "config: expected fields with their values, got [1]",
-        "max_hours: the run has taken 8.33333e-05 h, all attempts together, which is its limit",
+        "max_hours: the run has reached its limit of 8.33333e-05 h, over all attempts",
         "ConfigError task: expected a call in a task of Flyte 2, got one outside of any",
         "ConfigError config: expected flyte_ddp.flyte2.Distributed, got builtins.object",
         "ConfigError env.later: expected a function that is not async",

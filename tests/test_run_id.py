@@ -89,6 +89,20 @@ def test_a_run_id_is_one_line(door, wrong, tmp_path):
         start(door, str(tmp_path), wrong)
 
 
+def test_another_reason_to_stop_changes_neither_the_urgency_nor_an_earlier_deadline():
+    stop = signals.StopRequest(grace=60.0)
+    stop.revise("the gang grows", 90.0)
+    stop.revise("a node leaves", 30.0)
+    deadline = stop.deadline
+    stop.revise("the gang grows again", 90.0)
+    assert (stop.is_set(), stop.is_urgent) == (True, False)
+    assert (stop.reason, stop.deadline) == ("the gang grows again", deadline)
+    stop.set("the driver ended the attempt")
+    assert stop.is_urgent
+    stop.revise("a node leaves", 30.0)
+    assert stop.is_urgent
+
+
 @pytest.fixture
 def recorded():
     """Signals that reach no run, in place of the end of this process."""
@@ -110,8 +124,10 @@ def test_a_run_that_no_signal_can_reach_says_so_in_one_line(recorded, caplog):
         thread.join(60)
     assert stopped == [False, False]
     assert len(caplog.messages) == 2
+    hangup = "SIGHUP, "
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as with nohup
+        hangup = ""
     assert caplog.messages[0] == (
-        "SIGINT, SIGQUIT, SIGTERM: not noticed by this run, which began beside the main thread: "
-        "it ends without a "
-        "last checkpoint"
+        f"this run does not notice {hangup}SIGINT, SIGQUIT, SIGTERM, because it was not started "
+        "in the main thread: if such a signal ends the process, there is no final checkpoint"
     )

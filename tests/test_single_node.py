@@ -403,7 +403,7 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
     ):
         error = error_of_pod(tmp_path, attempt, inputs)
         assert re.search(
-            f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}",
+            f"max_hours: the run has reached its limit of 1 h, over all attempts.*{end}",
             error.message,
         )
         assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE

@@ -174,7 +174,7 @@ def end_as_shell(
     try:
         call()
     except TrainingStopped as stopped:
-        error = limit.explain(stopped)
+        error = limit.convert_error(stopped)
         if isinstance(error, ConfigError):
             raise error from None
         print_line(str(stopped))

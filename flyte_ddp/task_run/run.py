@@ -201,7 +201,7 @@ def open_run(
             with launcher_log(run.say):
                 yield run
         except BaseException as error:
-            reason = run._time_limit.explain(error)
+            reason = run._time_limit.convert_error(error)
             run.close(reason)
             if reason is not error:
                 raise reason from None  # The text of `reason` includes the text of `error`.

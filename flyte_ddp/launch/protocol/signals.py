@@ -1,4 +1,4 @@
-"""Requests to stop a run early, and what makes them: signals, and the clock (`max_hours`)."""
+"""Requests to stop a run early. Signals cause them, and so does a time limit (`max_hours`)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StopRequest:
-    """A request, possibly repeated, to end a run early. Set from a signal handler or another
-    thread.
+    """A request, possibly repeated, to end a run early. A signal handler or another thread makes
+    it.
     """
 
-    # seconds from the request until the run is killed; by default the time that this process has
-    # after SIGTERM
+    # seconds from a request until the launcher kills the ranks; by default what remains of this
+    # pod's time after SIGTERM
     grace: float = field(default_factory=stop_grace)
-    reason: str = ""
+    reason: str = ""  # name of the first signal, or another reason; "" without a request
     num_requests: int = 0
-    deadline: float = float("inf")  # monotonic; the run is killed then if it has not ended
+    # The launcher then kills ranks that still run. Seconds, by `time.monotonic`.
+    deadline: float = float("inf")
 
     def set(self, reason: str) -> None:
-        """Request the end of the run. The second request is urgent."""
+        """Request the end of the run within `self.grace` seconds. The second call makes the request
+        urgent.
+        """
         self.reason = self.reason or reason
         self.deadline = min(self.deadline, time.monotonic() + self.grace)
         self.num_requests += 1
 
     def revise(self, reason: str, grace: float) -> None:
-        """Request the end of the run within `grace` seconds for this reason. The request is not
-        urgent, whatever was requested before.
+        """Request the end of the run within `grace` seconds, for a new reason. Unlike a second
+        `set`, this makes no request urgent. An urgent request stays urgent, and an earlier deadline
+        stays.
         """
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
@@ -52,50 +56,50 @@ class StopRequest:
 
     @property
     def is_urgent(self) -> bool:
-        """A second request: the run ends at once, without a last checkpoint."""
+        """True after a second `set`: the run has to end at once, without a final checkpoint."""
         return self.num_requests > 1
 
 
 def find_signal(reason: str) -> signal.Signals:
-    """Return the signal for a function that does not ask for stop requests: the signal that ends
-    the run, or SIGTERM if something else ends it.
+    """Return the signal that ends a rank whose function never reads `session.stop_requested`: the
+    one that `reason` names, or SIGTERM for another reason.
     """
     return signal.Signals.__members__.get(reason, signal.SIGTERM)
 
 
-_stops: list[StopRequest] = []  # requests of all runs, which share their signal handlers
+_stops: list[StopRequest] = []  # requests of all runs in this process; a signal sets all of them
 
 
 @contextlib.contextmanager
 def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
-    """Turn signals into a stop request for the length of the block.
+    """Yield a stop request. During the block, a signal in `STOP_SIGNALS` sets it.
 
     An ignored SIGHUP stays ignored: the run was started with nohup. Only the main thread may set
-    signal handlers. In another thread no signal reaches a run, unless a run in the main thread has
-    set the handlers. A line in the log then says so.
+    signal handlers. So a run in another thread notices signals only while a run in the main thread
+    has set the handlers. Otherwise a warning is logged.
     """
     if grace is None:
         grace = stop_grace()
     stop = StopRequest(grace)
-    numbers = {signal.Signals[name] for name in STOP_SIGNALS}
+    handled = {signal.Signals[name] for name in STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        numbers.discard(signal.SIGHUP)
+        handled.discard(signal.SIGHUP)
     is_main = threading.current_thread() is threading.main_thread()
     _stops.append(stop)
     if is_main:
-        before = {number: signal.signal(number, _handle) for number in numbers}
+        previous = {number: signal.signal(number, _handle) for number in handled}
     elif signal.getsignal(signal.SIGTERM) is not _handle:
         logger.warning(
-            "%s: not noticed by this run, which began beside the main thread: it ends without a "
-            "last checkpoint",
-            ", ".join(sorted(number.name for number in numbers - {signal.SIGHUP})),
+            "this run does not notice %s, because it was not started in the main thread: if such "
+            "a signal ends the process, there is no final checkpoint",
+            ", ".join(sorted(number.name for number in handled)),
         )
     try:
         yield stop
     finally:
         _stops.remove(stop)
         if is_main:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
@@ -105,49 +109,50 @@ def _handle(number: int, frame: types.FrameType | None) -> None:
 
 
 class TimeLimit:
-    """Ends the work of this process when its time is up, as a SIGTERM does, with a last checkpoint.
+    """Sends SIGTERM to this process at the end of its time, so that a run ends with a final
+    checkpoint.
 
     Args:
         hours: the limit; 0 is no limit.
-        begun_at: start of the time, in seconds since the epoch.
-        hint: added to the error if the time is up already.
+        begun_at: start of the time, as Unix time.
+        hint: added to the error if the time has already ended.
 
     Raises:
-        ConfigError: `hours` is negative, or the time is up already.
+        ConfigError: `hours` is negative, or the time has already ended.
     """
 
     def __init__(self, hours: float, begun_at: float, hint: str = "") -> None:
         hours = finite_number("max_hours", hours, minimum=0, unit="hours")
         self._message = (
-            f"max_hours: the run has taken {hours:g} h, all attempts together, which is its limit"
+            f"max_hours: the run has reached its limit of {hours:g} h, over all attempts"
         )
-        self._is_up = False
+        self._has_ended = False
         self._timer: threading.Timer | None = None
         if not hours:
             return
         remaining = begun_at + 3600 * hours - time.time()
         if remaining <= 0:
             raise ConfigError(f"{self._message}{hint}")
-        self._timer = threading.Timer(min(remaining, threading.TIMEOUT_MAX), self._stop)
+        self._timer = threading.Timer(min(remaining, threading.TIMEOUT_MAX), self._end)
         self._timer.daemon = True
         self._timer.start()
 
-    def _stop(self) -> None:
-        self._is_up = True
+    def _end(self) -> None:
+        self._has_ended = True
         os.kill(os.getpid(), signal.SIGTERM)
 
     def cancel(self) -> None:
-        """End nothing any more."""
+        """Send no SIGTERM any more."""
         if self._timer:
             self._timer.cancel()
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Return `error`, or a ConfigError with its text if the time limit caused it. A retry would
-        end in the same way.
+    def convert_error(self, error: BaseException) -> BaseException:
+        """Return a ConfigError with the text of `error` if this time limit caused the error, and
+        `error` itself otherwise. A ConfigError is not retried, since a retry would end at once.
         """
-        if not self._is_up or not isinstance(error, (TrainingStopped, SystemExit)):
+        if not self._has_ended or not isinstance(error, (TrainingStopped, SystemExit)):
             return error
-        rest = "nothing was running yet"
+        how = "nothing was running yet"
         if isinstance(error, TrainingStopped):
-            rest = str(error).removeprefix(f"{error.reason}: ")
-        return ConfigError(f"{self._message}: {rest}")
+            how = str(error).removeprefix(f"{error.reason}: ")
+        return ConfigError(f"{self._message}: {how}")
