@@ -20,7 +20,7 @@ from flytekit import task
 
 from flyte_ddp import session
 from flyte_ddp.__main__ import main
-from flyte_ddp.config.typed_command import own_command
+from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.events.history import to_line
@@ -191,7 +191,7 @@ def test_a_server_that_fails_costs_the_training_one_line(
     assert line.startswith(
         "MLflow failed and records no more of this run; the training continues: "
     )
-    command = f"{own_command()} mlflow history.jsonl {url} tests r1"
+    command = f"{find_flyte_ddp_command()} mlflow history.jsonl {url} tests r1"
     assert line.endswith(f"; to upload the rest later: {command}")
     assert ("who are you?" in line) == (kind == "refuses")
     assert ("TimeoutError: it did not finish within" in line) == (kind == "hangs")

@@ -79,7 +79,7 @@ def test_max_hours_ends_a_script_after_a_checkpoint_and_is_an_error_that_says_so
     begun = ("run", "--max-hours", "0.0006", str(environment / "train.py"))
     assert main(begun) == 2
     assert re.search(
-        r"error: max_hours: the run has taken 0\.0006 h.*: the run was stopped at step \d+",
+        r"error: max_hours: .* its limit of 0\.0006 h.*: the run was stopped at step \d+",
         capfd.readouterr().err,
     )
 
@@ -134,5 +134,5 @@ def limited() -> None:
 def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch, forked_functions):
     monkeypatch.setenv("STEPS", "1000")
     monkeypatch.delenv("SCRAPED")
-    with pytest.raises(UserError, match=r"max_hours: the run has taken 0\.0006 h"):
+    with pytest.raises(UserError, match=r"max_hours: the run has reached its limit of 0\.0006 h"):
         limited()

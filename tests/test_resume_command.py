@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.config.typed_command import COMMAND_VARIABLE, POD, own_command
+from flyte_ddp.config.typed_command import COMMAND_VARIABLE, POD_VARIABLE, find_flyte_ddp_command
 
 REPOSITORY = Path(__file__).parents[1]
 TRAINS = """
@@ -169,9 +169,9 @@ def test_another_command_is_printed_as_this_one_was_typed(
     Path("a b").mkdir()
     Path("a b/flyte-ddp").touch(0o755)
     monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
-    monkeypatch.delenv(POD, raising=False)
+    monkeypatch.delenv(POD_VARIABLE, raising=False)
     if pod:
-        monkeypatch.setenv(POD, pod)
+        monkeypatch.setenv(POD_VARIABLE, pod)
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", orig_argv)
-    assert own_command() == expected
+    assert find_flyte_ddp_command() == expected

@@ -1,4 +1,6 @@
-"""The command by which a person started this process, for lines that name another one."""
+"""The command line that started this process, and other commands for the same shell. Log lines and
+errors show these commands to the user.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +10,41 @@ import shutil
 import sys
 
 PROGRAM = "flyte-ddp"
-# environment variable of a task's pod; Flyte itself starts the task again
-POD = "FLYTE_INTERNAL_EXECUTION_ID"
-# A variable in the environment of ranks: the result of `own_command` in their driver.
+# environment variable that Flyte sets in a task's pod
+POD_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
+# environment variable that a driver sets for its ranks: its own `find_flyte_ddp_command()`
 COMMAND_VARIABLE = "FLYTE_DDP_COMMAND"
 
 
-def typed_command() -> list[str]:
-    """Return the command line of this process. It starts the process again in its directory."""
+def find_entered_command() -> list[str]:
+    """Return the command line of this process, as the user entered it. The same command in the same
+    directory starts the process again.
+    """
     program = sys.argv[0]
-    # true for `python script.py` and `python -m flyte_ddp`
-    is_argument = program in sys.orig_argv and not os.access(program, os.X_OK)
-    if is_argument or program.endswith(".py"):
+    # `python FILE`. A program such as flyte-ddp is executable, and its first line names Python,
+    # which the user did not enter.
+    is_python_script = program in sys.orig_argv and not os.access(program, os.X_OK)
+    if is_python_script or program.endswith(".py"):  # the second for `python -m MODULE`
         return sys.orig_argv
-    # The shell has given the whole path of a program that it found itself.
+    # If the user entered a name alone, the shell has searched PATH for the program's path.
     name = os.path.basename(program)
     if shutil.which(name) == program:
         program = name
     return [program, *sys.argv[1:]]
 
 
-def own_command() -> str:
-    """Return how a person starts a command of this package where this process was started, such as
+def find_flyte_ddp_command() -> str:
+    """Return how the user starts flyte-ddp in the shell that started this process, such as
     `.venv/bin/flyte-ddp`.
 
-    A rank returns the same as its driver. In a pod this is the bare name, because the person is
-    somewhere else.
+    A rank returns the result of its driver. In a pod the result is `flyte-ddp`, because the user's
+    shell is on another machine.
     """
     command = os.environ.get(COMMAND_VARIABLE)
     if command:
         return command
-    program = typed_command()[0]
-    if POD in os.environ or program == PROGRAM:
+    program = find_entered_command()[0]
+    if POD_VARIABLE in os.environ or program == PROGRAM:
         return PROGRAM
     if os.path.basename(program) == PROGRAM:
         return shlex.quote(program)

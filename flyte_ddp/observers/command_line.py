@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flyte_ddp.config.typed_command import POD, typed_command
+from flyte_ddp.config.typed_command import POD_VARIABLE, find_entered_command
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.events import Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
@@ -46,7 +46,7 @@ def resume_command(checkpoints: str = "") -> str:
     `checkpoints` if it did not name them.
     """
     more = ["--checkpoints", checkpoints] if checkpoints else []
-    return shlex.join([*typed_command(), *more])
+    return shlex.join([*find_entered_command(), *more])
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def show_resume_command(is_kept: bool) -> Iterator[None]:
         yield
     except TrainingStopped:
         is_script = hasattr(sys.modules["__main__"], "__file__")  # and no notebook
-        if is_kept and is_script and POD not in os.environ:
+        if is_kept and is_script and POD_VARIABLE not in os.environ:
             print_line(f"to resume: {resume_command()}")
         raise
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import read_settings
-from flyte_ddp.config.typed_command import own_command
+from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunFinished, RunStarted, parse_history
 from flyte_ddp.observers.recorder import Entry, Recorder
@@ -77,7 +77,7 @@ class Mlflow(Recorder):
         self._client: Any = None
         self._names: dict[str, str] = {}  # metrics by the names that MLflow takes
         words = (redact_url(self.history), redact_url(self.server), self.experiment, self.run_id)
-        command = f"{own_command()} mlflow {shlex.join(filter(None, words))}"
+        command = f"{find_flyte_ddp_command()} mlflow {shlex.join(filter(None, words))}"
         self.hint = f"; to upload the rest later: {command}"
 
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:

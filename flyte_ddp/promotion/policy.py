@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Checked
 from flyte_ddp.config.fields import field as limited
-from flyte_ddp.config.typed_command import own_command
+from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, NoChampion, NonFiniteLoss
 from flyte_ddp.promotion.champion import LAST_CHALLENGE, ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
@@ -300,7 +300,7 @@ def _compare(
 def _describe_hold(since: str) -> str:
     return (
         f"a rollback at {since} keeps its version in use; release it by "
-        f"{own_command()} promotion release URL"
+        f"{find_flyte_ddp_command()} promotion release URL"
     )
 
 
@@ -317,7 +317,7 @@ def _load_current(store: ChampionStore) -> CurrentModel:
         raise ConfigError(
             f"champion: expected one that can be used, got: {error}. Restore its files, put "
             "another version in use by "
-            f"{own_command()} promotion rollback URL VERSION, or name another place"
+            f"{find_flyte_ddp_command()} promotion rollback URL VERSION, or name another place"
         ) from error
 
 

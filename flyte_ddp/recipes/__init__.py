@@ -37,7 +37,7 @@ from flyte_ddp.config.source_code import (
     list_packages,
     names_read,
 )
-from flyte_ddp.config.typed_command import POD
+from flyte_ddp.config.typed_command import POD_VARIABLE
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe, list_class_names
 from flyte_ddp.storage.weights import pin_state
@@ -335,7 +335,7 @@ def _find(name: str) -> type[Recipe]:
     except ModuleNotFoundError as error:
         # A missing dependency of the user's module is another error than an unknown recipe.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            if os.environ.get(POD):
+            if os.environ.get(POD_VARIABLE):
                 hint = " in this pod: register with --copy all"
             else:
                 hint = _suggest_module(error.name)

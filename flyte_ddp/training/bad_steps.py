@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flyte_ddp.config.typed_command import own_command
+from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import NonFiniteLoss
 from flyte_ddp.events import StepFoundBad
 from flyte_ddp.storage import redact_url
@@ -99,7 +99,7 @@ class BadSteps:
         if is_shared:  # ranks wait for each other, so that each reports before the first one ends
             world.all_reduce(0.0)
         place = shlex.quote(redact_url(self.checkpoints.store.storage.url))
-        command = f"{own_command()} replay {place} --step {bad.step}"
+        command = f"{find_flyte_ddp_command()} replay {place} --step {bad.step}"
         # The samples get a line of their own, because long lines of an error are cut.
         raise NonFiniteLoss(
             f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}\nto build the step once more: {command}"

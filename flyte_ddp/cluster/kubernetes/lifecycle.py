@@ -50,7 +50,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     scheduler_name,
 )
 from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.typed_command import own_command
+from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, PreflightError
 
@@ -294,7 +294,7 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
                 raise ClusterError(
                     f"the Dask operator did not react to cluster {name} within "
                     f"{now - started:.0f} s: it is not running, or does not watch namespace "
-                    f"{namespace}; see: {own_command()} doctor --namespace {namespace}"
+                    f"{namespace}; see: {find_flyte_ddp_command()} doctor --namespace {namespace}"
                 )
             if now > deadline:
                 raise ClusterError(

@@ -26,7 +26,7 @@ from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.source_code import describe_commit
-from flyte_ddp.config.typed_command import COMMAND_VARIABLE, own_command
+from flyte_ddp.config.typed_command import COMMAND_VARIABLE, find_flyte_ddp_command
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -131,7 +131,7 @@ def run(
     """
     open_standard_streams()
     place.check(job)
-    variables = {**job.program.needs.variables, COMMAND_VARIABLE: own_command()}
+    variables = {**job.program.needs.variables, COMMAND_VARIABLE: find_flyte_ddp_command()}
     program = job.program.with_needs(variables=variables)
     job = dataclasses.replace(job, program=program)
     state, show = state or events.RunState(keep_reports=False), relay or print_line
