@@ -48,7 +48,7 @@ def test_images_are_in_shards_once_as_they_are_and_mixed(place, store, tmp_path)
     source, destination = write_tree(tree, tmp_path / "tree"), str(tmp_path / "shards")
     if place == "store":
         source, destination = store.fill(tree), f"{store.new_bucket()}/shards"
-    described = write_images(source, destination, 0, SHARD_BYTES, 0.2, skips=False)
+    described = write_images(source, destination, 0, SHARD_BYTES, 0.2, leaves_out_unreadable=False)
 
     assert "48 training and 48 held-out images (in val/)" in described
     written = contents_of(destination)
@@ -173,7 +173,7 @@ def test_a_destination_with_other_files_is_refused(tmp_path):
 
 def test_shards_of_images_are_samples_as_those_of_their_folder(tmp_path):
     source, destination = write_tree(image_tree(), tmp_path / "tree"), str(tmp_path / "shards")
-    write_images(source, destination, 0, SHARD_BYTES, 0.2, skips=False)
+    write_images(source, destination, 0, SHARD_BYTES, 0.2, leaves_out_unreadable=False)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "c").mkdir()
@@ -254,7 +254,14 @@ def test_shards_of_other_windows_than_the_recipes_are_refused(tmp_path):
 @pytest.mark.long
 def test_one_and_two_ranks_learn_the_same_from_shards_in_a_bucket(store, tmp_path):
     destination = f"{store.new_bucket()}/shards"
-    write_images(store.fill(image_tree(count=16)), destination, 0, SHARD_BYTES, 0.2, skips=False)
+    write_images(
+        store.fill(image_tree(count=16)),
+        destination,
+        0,
+        SHARD_BYTES,
+        0.2,
+        leaves_out_unreadable=False,
+    )
     losses = {}
     for num_ranks in (1, 2):
         run = new_run(
