@@ -35,6 +35,13 @@ for name in ("sgd", "adamw"):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+# of a recipe's own
+for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Muon, torch.optim.RMSprop):
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = kind([weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones(2, 2))
 print("torch._dynamo" in sys.modules)
 """
 CHECK = """

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 
 def avoid_importing_dynamo() -> None:
@@ -36,10 +36,10 @@ def avoid_importing_dynamo() -> None:
                 if hasattr(function, "__dict__"):
                     function.__dict__.setdefault("__dynamo_disable", function)
                 function = getattr(function, "__wrapped__", None)
-    for optimizer in (SGD, Adam):  # AdamW is an Adam
-        step: Any = optimizer.step
+    for optimizer in vars(torch.optim).values():
+        step: Any = getattr(optimizer, "step", None)
         if getattr(step, "__code__", None) and step.__code__.co_name == "_use_grad":
-            optimizer.step = torch.no_grad()(step.__wrapped__)  # type: ignore[method-assign]
+            optimizer.step = torch.no_grad()(step.__wrapped__)
     if "torch._dynamo" not in sys.modules:
         # torch's default
         utils = _LazyModule("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
