@@ -139,7 +139,7 @@ class KubernetesConfig:
         60.0,
         minimum=10,
         unit="seconds",
-        help="from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and "
+        help="from SIGTERM, as at a drain, until a worker is killed: for a final checkpoint and "
         "its upload",
         maximum=MAX_GRACE,
     )

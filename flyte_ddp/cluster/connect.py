@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
     from distributed import Client, LocalCluster, Security
 
 # Code that each local worker runs. A terminal sends Ctrl-C to its foreground process group. This
-# must be the driver alone, which asks the ranks for a last checkpoint. A worker that is closed
+# must be the driver alone, which asks the ranks for a final checkpoint. A worker that is closed
 # during a task logs a warning, with this logger.
 WORKER_PRELOAD = """
 import logging, os

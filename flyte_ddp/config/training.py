@@ -330,7 +330,7 @@ class TrainingConfig(Checked):
         0.0,
         minimum=0,
         unit="hours",
-        help="of a Flyte task, all attempts together, until it ends for good with a last "
+        help="of a Flyte task, all attempts together, until it ends for good with a final "
         "checkpoint; 0 is no limit",
     )
     recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")

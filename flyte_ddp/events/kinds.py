@@ -70,7 +70,7 @@ class AttemptStarted(Timed):
     launched_at: float  # start of the run, seconds since the epoch
     # waiting for nodes, since the end of the attempt before or the launch
     waited_seconds: float
-    # for a last checkpoint, from the notice that a node has to go; 0: not known
+    # for a final checkpoint, from the notice that a node has to go; 0: not known
     grace_seconds: float = 0.0
 
 

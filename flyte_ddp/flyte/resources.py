@@ -59,7 +59,7 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         size: requests and limits, with CPUs and memory once for each GPU, and the timeout.
         gpus: GPUs of the pod; the pod fails if it finds fewer.
         trains: the task trains or drives a training. It has a Deck, the tracker's secret and
-            variables, and time for a last checkpoint, and it serves its figures.
+            variables, and time for a final checkpoint, and it serves its figures.
         deck: the task has a Deck with the report. flytekit's own tabs, which repeat source and
             inputs, are left out.
 

@@ -46,7 +46,7 @@ class Distributed:
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
             it counts from the first `session.report` on.
         max_hours: hours of the task, all attempts together. After that its ranks are asked for a
-            last checkpoint, and the task ends for good. 0 is no limit.
+            final checkpoint, and the task ends for good. 0 is no limit.
         wandb: the project of W&B that records the run, with the key in the task's secret
             `wandb/api_key` or in WANDB_API_KEY; "" for none, as for a function that calls W&B
             itself.

@@ -116,7 +116,7 @@ OWN_OPTIONS = (
         Needs.stall_timeout,
     ),
     ("--results", "directory or URL for the files of session.submit_result", ""),
-    ("--max-hours", "until the run is ended, after a last checkpoint (default: no limit)", 0.0),
+    ("--max-hours", "until the run is ended, after a final checkpoint (default: no limit)", 0.0),
     ("--no-prefix", "show lines of output as they are", False),
     *OBSERVER_OPTIONS,
 )

@@ -228,7 +228,7 @@ class TrialRunner:
             ClusterError: the cluster was lost, or its workers did not start.
             StorageUnavailable: the store of the checkpoints stayed away. What is done is not
                 trained again.
-            TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each
+            TrainingStopped: SIGINT or SIGTERM ended the study, after a final checkpoint of each
                 running trial.
             SweepFailed: no trial finished.
             RankFailure, GangLost: a trial failed, and the trials run one at a time.

@@ -324,7 +324,7 @@ def _pod(
             }
         mounts.append({"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True})
         volumes.append({"name": "certificate", "secret": {"secretName": name}})
-    # The worker has to know how much time it has for a last checkpoint. The scheduler ends later.
+    # The worker has to know how much time it has for a final checkpoint. The scheduler ends later.
     grace = round(pods.worker_grace)
     given = {"HOME": "/tmp", **_variables(settings), GRACE_VARIABLE: str(grace), **variables}
     environment = [{"name": key, "value": value} for key, value in given.items()]

@@ -66,7 +66,7 @@ class Place(Protocol):
         max_restarts: the number of counted restarts of the gang.
         larger_memory: the setting that limits the memory of the ranks, and its better value. The
             text begins an error.
-        notice_seconds: the time for a last checkpoint, from the notice that a node has to go.
+        notice_seconds: the time for a final checkpoint, from the notice that a node has to go.
         is_cluster: the driver waits for nodes, and each line of a rank begins with its node.
     """
 
@@ -127,7 +127,7 @@ def run(
             left.
         GangLost: nodes were lost more often than `max_restarts` allows.
         StorageUnavailable: the checkpoints could not be reached for `store_timeout` seconds.
-        TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
+        TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a final checkpoint.
     """
     open_standard_streams()
     place.check(job)

@@ -35,7 +35,7 @@ MAX_RUN_ID = 256  # characters
 
 
 def stop_grace() -> float:
-    """Return the seconds for a last checkpoint after SIGTERM: what the pod has until it is killed,
+    """Return the seconds for a final checkpoint after SIGTERM: what the pod has until it is killed,
     less a reserve.
     """
     return max(END_RESERVE, termination_grace() - END_RESERVE)

@@ -90,7 +90,7 @@ class Agent:
                 stdout=sys.__stderr__,
                 env=environment,
                 pass_fds=[file],
-                # A Ctrl-C on the terminal is for the driver, which asks for a last checkpoint.
+                # A Ctrl-C on the terminal is for the driver, which asks for a final checkpoint.
                 start_new_session=True,
             )
         return cls(process, connection)
