@@ -88,7 +88,7 @@ class RunState(Listener):
     # Keep reports, pictures and measurements of nodes. False saves memory where there are many
     # runs and only the epochs matter.
     keep_reports: bool = True
-    started: RunStarted | None = None  # of the current attempt, or else of the last one
+    started: RunStarted | None = None  # the newest start of the ranks
     # result of the search for a checkpoint in this attempt; None before, or without a search
     loaded: CheckpointLoaded | None = None
     reports: list[Reported] = field(default_factory=list)  # rank 0's reports of all attempts

@@ -162,7 +162,7 @@ def format_row(row: Row) -> dict[str, str]:
     texts = [TITLES[run.name], f"not tried: {run.not_tried}"]
     if not run.not_tried:
         pause = f"{run.pause:.1f} s"
-        if run.name == "again":  # It starts after the end of another run, not after a fault.
+        if run.name == "again":  # This run starts after the end of a run, not after a fault.
             pause = ""
         texts = [
             TITLES[run.name],

@@ -111,7 +111,7 @@ def read_window_note(recipe: Recipe, source: str) -> dict[str, Any]:
     windows.
 
     Raises:
-        ConfigError: the recipe's options differ from those of the shards.
+        ConfigError: the recipe has other options than the shards.
     """
     if not source:
         return {}
