@@ -88,9 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.report:
         from flyte_ddp.rehearsal.page import RehearsalPage
 
-        page = RehearsalPage(options.program, verdict, format_row)
+        page = RehearsalPage(options.program, verdict, format_row, file=Path(options.report))
         page.close(None)  # The page then shows that the rehearsal has finished.
-        page.write(Path(options.report))
     sys.stdout.write(f"{describe_json(verdict) if options.json else describe(verdict)}\n")
     return 0 if verdict.is_right else 1
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from flyte_ddp.rehearsal.seen import Attempt, Run, Step
+from flyte_ddp.rehearsal.seen import Attempt, Run, Step, find_distance
 
 # Share of what the training has changed. Sums on another number of ranks differ by less. If a batch
 # is left out, the difference is larger.
@@ -15,9 +15,7 @@ TOLERANCE = 1e-3
 
 def difference(ours: Sequence[float], theirs: Sequence[float], initial: Sequence[float]) -> float:
     """Return the distance of two states as a share of how far `theirs` is from `initial`."""
-    if len(ours) != len(theirs):
-        return math.inf
-    distance = math.dist(ours, theirs)
+    distance = find_distance(ours, theirs)
     if not distance:
         return 0.0
     changed = math.dist(theirs, initial) if len(theirs) == len(initial) else 0.0
@@ -73,8 +71,7 @@ def has_known_weights(attempt: Attempt, run: Run, clean: Run) -> bool:
     changed = math.dist(final, clean.initial) or math.hypot(*final) or 1.0
 
     def is_known(weights: Sequence[float]) -> bool:
-        alike = [each for each in known if len(each) == len(weights)]
-        return any(math.dist(weights, each) <= TOLERANCE * changed for each in alike)
+        return any(find_distance(weights, each) <= TOLERANCE * changed for each in known)
 
     return all(is_known(begin["weights"]) for begin in begins)
 

@@ -132,12 +132,12 @@ class Refusal:
         Storage.retry = retry_refused  # type: ignore[method-assign,assignment]
 
 
+@dataclass
 class FullFile:
     """An open file. Its disk fills up in the middle of the first large write."""
 
-    def __init__(self, file: Any, refused: Callable[[], None]) -> None:
-        self._file = file
-        self._refused = refused
+    _file: Any
+    _refused: Callable[[], None]
 
     def write(self, contents: Any) -> Any:
         try:

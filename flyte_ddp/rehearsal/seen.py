@@ -25,7 +25,7 @@ class Step:
     """An optimizer step of all ranks."""
 
     at: float  # seconds since the epoch
-    samples: list[Any]  # their keys
+    samples: list[str]  # their keys, as JSON
     weights: list[float]  # sums and single values, of the optimizer that steps first
     momentum: tuple[float, ...]  # sum of the optimizer's state, by rank, after the step
     draws: tuple[int, ...]  # checksum of the generators before the step, by rank
@@ -93,9 +93,7 @@ class Run:
     def find(self, weights: Sequence[float]) -> int:
         """Return the step after which the weights were these, or the nearest ones."""
         known = [self.initial, *(step.weights for step in self.steps)]
-        distances = [
-            math.dist(weights, each) if len(each) == len(weights) else math.inf for each in known
-        ]
+        distances = [find_distance(weights, each) for each in known]
         return distances.index(min(distances))
 
 
@@ -157,7 +155,7 @@ def _combine(entries: Entries, optimizers: Sequence[int]) -> list[Step]:
         keys = itertools.chain(*(row["samples"] for row in rows))
         step = Step(
             **{name: first[name] for name in OF_FIRST_RANK},
-            samples=list(map(_to_countable, keys)),
+            samples=list(map(json.dumps, keys)),
             momentum=tuple(row["momentum"] for row in rows),
             draws=tuple(row["draws"] for row in rows),
             content=sum(row["content"] for row in rows),
@@ -169,7 +167,8 @@ def _combine(entries: Entries, optimizers: Sequence[int]) -> list[Step]:
     return steps
 
 
-def _to_countable(key: Any) -> int | str:
-    if isinstance(key, (int, str)):
-        return key
-    return json.dumps(key)
+def find_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the distance of two lists; infinite where one is longer."""
+    if len(ours) != len(theirs):
+        return math.inf
+    return math.dist(ours, theirs)

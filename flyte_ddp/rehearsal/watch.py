@@ -216,8 +216,9 @@ class Steps:
 
     def find_number(self, optimizer: Any) -> int:
         """Return the number of an optimizer; -1 if it is not known."""
-        numbers = [number for number, each in enumerate(self.optimizers) if each is optimizer]
-        return [*numbers, -1][0]
+        if optimizer in self.optimizers:
+            return self.optimizers.index(optimizer)
+        return -1
 
     def add_optimizer(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         if not is_look.get() and self.find_number(optimizer) < 0:
