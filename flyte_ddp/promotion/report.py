@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.observers.formats import format_figure
@@ -16,19 +17,13 @@ MAX_VERSIONS = 20  # number of versions that the table lists
 MAX_TEXT = 80  # characters
 
 
+@dataclass(eq=False)
 class RetrainingReport(Page):
     """The report of a retraining: its outcome, the champion and the versions before it."""
 
-    def __init__(
-        self, store: ChampionStore, recipe: str, result: PromotionResult, execution_url: str
-    ) -> None:
-        links = {}
-        if execution_url:
-            links["Execution"] = execution_url
-        super().__init__(links=links)
-        self.store = store
-        self.recipe = recipe
-        self.result = result
+    store: ChampionStore
+    recipe: str
+    result: PromotionResult
 
     @property
     def title(self) -> str:

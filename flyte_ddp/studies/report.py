@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.events import EpochFinished
@@ -46,6 +47,7 @@ SCALING_COLUMNS = (  # head, field of `Row`, format
 )
 
 
+@dataclass(eq=False)
 class StudyReport(Page):
     """The report of a study of a recipe or a function. `target_loss` is of a scaling study, 0 for
     one that all trials reach; None for a sweep.
@@ -53,14 +55,14 @@ class StudyReport(Page):
 
     progress_label = "trials done"
 
-    def __init__(
-        self, recipe: str, runs: Sequence[TrialRun] = (), target_loss: float | None = None
-    ) -> None:
-        super().__init__()
-        self.recipe = recipe
-        self.runs = list(runs)  # the study's trials, added when they are known
-        self.target_loss = target_loss
-        self.is_scaling = target_loss is not None
+    recipe: str
+    # the study's trials, added when they are known
+    runs: list[TrialRun] = field(default_factory=list)
+    target_loss: float | None = None
+
+    @property
+    def is_scaling(self) -> bool:
+        return self.target_loss is not None
 
     @property
     def title(self) -> str:

@@ -41,6 +41,6 @@ def record_outcome(
     in_use = store.in_use().version or "none"
     print(f"{outcome}: {result.reason}")  # noqa: T201
     print(f"champion  {in_use} in {redact_url(store.url)}")  # noqa: T201
-    page = RetrainingReport(store, recipe, result, execution.url)
+    page = RetrainingReport(store, recipe, result, links={"Execution": execution.url})
     page.close(None)
     return page

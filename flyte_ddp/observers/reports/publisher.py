@@ -6,6 +6,7 @@ import contextvars
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import BEAT_INTERVAL
@@ -14,6 +15,7 @@ from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers.reports.page import Page
 
 
+@dataclass(eq=False)
 class PagePublisher:
     """Publishes `report` by `send`. A listener; it must come after the report.
 
@@ -31,27 +33,21 @@ class PagePublisher:
 
     SHARE_OF_TIME = 0.05
 
-    def __init__(
-        self,
-        report: Page,
-        send: Callable[[str], None] | None,
-        interval: float = 15.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._report = report
-        self._send = send
-        self._interval = interval
-        self._clock = clock
-        self._started_at = clock()
-        self._due_at = self._started_at
-        # Taken here, in the task's thread, because events may arrive in another one.
-        self._context = contextvars.copy_context()
-        self._html = ""
-        self._upload: Future[None] | None = None
+    report: Page
+    send: Callable[[str], None] | None
+    interval: float = 15.0
+    clock: Callable[[], float] = time.monotonic
+    # The context of the task's thread, because events may arrive in another one.
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    _html: str = ""
+    _upload: Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._started_at = self._due_at = self.clock()
 
     def handle(self, event: Event) -> None:
         has_curves = bool(event.figures().axis)
-        if isinstance(event, RunStarted) or (has_curves and self._clock() >= self._due_at):
+        if isinstance(event, RunStarted) or (has_curves and self.clock() >= self._due_at):
             self._publish()
 
     def close(self, error: BaseException | None) -> None:
@@ -61,16 +57,16 @@ class PagePublisher:
 
     def _publish(self, max_delay: float | None = BEAT_INTERVAL) -> None:
         """Start an upload of the report as it is now, unless the one before is still going on."""
-        if self._send is not None:
+        if self.send is not None:
             with log_failures("report"):  # rendered here: the report changes with the next event
-                self._html = self._report.render_fragment()
+                self._html = self.report.render_fragment()
             if self._upload is None or self._upload.done():
                 self._upload = call_in_background(self._upload_now)
             wait([self._upload], max_delay)
-        now = self._clock()
-        self._due_at = now + max(self._interval, self.SHARE_OF_TIME * (now - self._started_at))
+        now = self.clock()
+        self._due_at = now + max(self.interval, self.SHARE_OF_TIME * (now - self._started_at))
 
     def _upload_now(self) -> None:
-        assert self._send is not None
+        assert self.send is not None
         with log_failures("report"):
-            self._context.copy().run(self._send, self._html)
+            self._context.copy().run(self.send, self._html)

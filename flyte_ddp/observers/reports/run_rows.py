@@ -28,6 +28,7 @@ from flyte_ddp.observers.formats import (
     title_of,
 )
 from flyte_ddp.observers.reports.page import Row, Section, Tile
+from flyte_ddp.storage.hidden import flatten
 
 MAX_ROWS = 100  # layers in the table
 MAX_CHANGES = 20  # changes of the slow ranks in the table
@@ -274,11 +275,8 @@ def _layer_rows(run: RunView) -> list[Row]:
 
 def _configuration_rows(run: RunView) -> list[Row]:
     defaults = dataclasses.asdict(TrainingConfig())
-    shown = dict(run.started.config)
-    options = shown.pop("recipe_options", {})
-    shown |= {f"recipe_options.{name}": value for name, value in options.items()}
     rows = []
-    for name, value in shown.items():
+    for name, value in flatten(run.started.config).items():
         default = defaults.get(name, value)
         note = f"default {format_value(default)}" * (value != default)
         rows.append(Row(name, format_value(value), note, marked=bool(note)))
