@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -158,6 +159,24 @@ def test_without_limits_any_place_is_opened(tmp_path):
         read_file("s3://bucket/x")
     assert LIMITS_VARIABLE not in storage_environment()
     assert read_file(f"file:{tmp_path}/key") == b"x"
+
+
+@pytest.mark.parametrize("first_to_end", ["first", "second"])
+def test_tasks_of_one_process_keep_their_own_limits_in_any_order(first_to_end):
+    tasks = {"first": contextlib.ExitStack(), "second": contextlib.ExitStack()}
+    for name, task in tasks.items():
+        task.enter_context(limit_urls((f"s3://{name}/*",), [f"s3://run/{name}"]))
+        permit(f"s3://chosen/{name}")
+    for name in tasks:  # Both run.
+        Storage(f"s3://{name}/x"), Storage(f"s3://run/{name}"), Storage(f"s3://chosen/{name}")
+    tasks.pop(first_to_end).close()
+    (left,) = tasks
+    Storage(f"s3://{left}/x"), Storage(f"s3://run/{left}"), Storage(f"s3://chosen/{left}")
+    for place in (f"s3://{first_to_end}/x", f"s3://run/{first_to_end}", "s3://other"):
+        with pytest.raises(ConfigError, match=REFUSED):
+            Storage(place)
+    tasks[left].close()
+    assert LIMITS_VARIABLE not in os.environ
 
 
 PLACES = ("http://169.254.169.254/x", "file:/etc/passwd", "local:/etc", "/etc/passwd", "../x")

@@ -12,10 +12,10 @@ import json
 import os
 import re
 import tempfile
+import threading
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ConfigError
@@ -25,6 +25,8 @@ LIMITS_VARIABLE = "FLYTE_DDP_ALLOWED_URLS"
 WHERE = "(table `allowed` of settings.toml, which is part of the registered version)"
 SAME_STORES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_lock = threading.Lock()
+_Limits = dict[str, dict[str, list[str]]]  # by the ids of the tasks in this process
 # The beginning of a URL or of a path, or a step upwards anywhere.
 _PLACE = re.compile(
     r"\s*([a-z][\w+.-]*(://|::)|(file|local):|/|\.{1,2}/|~[^\s/]*(/|\s*$))"
@@ -38,25 +40,30 @@ def limit_urls(allowed: Sequence[str], own: Sequence[str]) -> Iterator[None]:
     """Limit the URLs that this process opens in the block. The limits also apply to processes that
     get its storage configuration.
 
+    If several tasks run in this process, each task may open the places of all.
+
     Args:
         allowed: patterns of URLs, as in the table `allowed`.
         own: URLs and directories that belong to the task itself.
     """
-    before = os.environ.get(LIMITS_VARIABLE)
-    _set({"allowed": list(allowed), "own": [each for each in own if each]})
+    task = os.urandom(8).hex()
+    limits = {"allowed": list(allowed), "own": [each for each in own if each]}
+    with _lock:
+        _set({**_read(), task: limits})
     try:
         yield
     finally:
-        os.environ.pop(LIMITS_VARIABLE, None)
-        if before is not None:
-            os.environ[LIMITS_VARIABLE] = before
+        with _lock:
+            _set({key: value for key, value in _read().items() if key != task})
 
 
 def permit(*places: str) -> None:
     """Let a process with limits also open places that its own code has made or chosen."""
-    limits = _read()
-    if limits:
-        _set({**limits, "own": [*limits["own"], *places]})
+    with _lock:
+        limits = _read()
+        for task in limits.values():
+            task["own"] += places
+        _set(limits)
 
 
 def check_places(places: Iterable[tuple[str, str]], allowed: Sequence[str] | None = None) -> None:
@@ -74,8 +81,8 @@ def check_places(places: Iterable[tuple[str, str]], allowed: Sequence[str] | Non
     if allowed is None:
         if not limits:
             return
-        allowed = limits["allowed"]
-    own = limits.get("own", [])
+        allowed = _merge(limits, "allowed")
+    own = _merge(limits, "own")
     findings = []
     for name, url in places:
         if url and not _is_listed(url, allowed) and not _is_own_url(url, own):
@@ -97,13 +104,14 @@ def check_opening(url: str, field: str, path: str | None, own: Sequence[str] = (
     limits = _read()
     if not limits:
         return
-    places = [*limits["own"], *own]
+    allowed = _merge(limits, "allowed")
+    places = [*_merge(limits, "own"), *own]
     if path is not None:
-        is_known = _is_own_path(path, places) or _is_listed_path(path, limits["allowed"])
+        is_known = _is_own_path(path, places) or _is_listed_path(path, allowed)
     else:
-        is_known = _is_own_url(url, places) or _is_listed(url, limits["allowed"])
+        is_known = _is_own_url(url, places) or _is_listed(url, allowed)
     if not is_known:
-        raise ConfigError(f"{_describe(field, url, limits['allowed'])} {WHERE}")
+        raise ConfigError(f"{_describe(field, url, allowed)} {WHERE}")
 
 
 def looks_like_place(text: str) -> bool:
@@ -120,16 +128,21 @@ def covers(rule: Sequence[str], parts: Sequence[str]) -> bool:
     )
 
 
-def _read() -> dict[str, Any]:
-    text = os.environ.get(LIMITS_VARIABLE)
-    limits: dict[str, Any] = {}
-    if text:
-        limits = json.loads(text)
+def _read() -> _Limits:
+    limits: _Limits = json.loads(os.environ.get(LIMITS_VARIABLE) or "{}")
     return limits
 
 
-def _set(limits: dict[str, Any]) -> None:
-    os.environ[LIMITS_VARIABLE] = json.dumps(limits)
+def _set(limits: _Limits) -> None:
+    if limits:
+        os.environ[LIMITS_VARIABLE] = json.dumps(limits)  # at no moment is there none
+    else:
+        os.environ.pop(LIMITS_VARIABLE, None)
+
+
+def _merge(limits: _Limits, name: str) -> list[str]:
+    """Return the different places under `name` of all tasks."""
+    return list(dict.fromkeys(each for task in limits.values() for each in task[name]))
 
 
 def _describe(name: str, url: str, allowed: Sequence[str]) -> str:
