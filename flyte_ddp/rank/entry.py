@@ -11,7 +11,6 @@ from a thread that waits for the function's own import.
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import ctypes
@@ -40,6 +39,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import errors, events, session
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.frames import frames_of_user
+from flyte_ddp.config.interpreter import end_threads, has_imported, process_config
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StopRequested, StorageUnavailable
@@ -125,7 +125,7 @@ def run_rank(
     # The agent can then kill this process with all that it starts, such as loader workers.
     os.setpgid(0, 0)
     # The agent removes what loader processes leave when they are killed.
-    multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
+    process_config()["semprefix"] = f"/{semaphore_prefix(logs)}"
     rank = node.first_rank + local_rank
     file = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
@@ -188,8 +188,7 @@ def call_program(process: RankProcess) -> Outcome:
     # Ranks of several nodes learn from the store which ranks have ended.
     if process.node.num_nodes > 1:
         store.open()  # may import torch, which a process that has shut down its threads cannot
-    threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
-    atexit._run_exitfuncs()  # exit functions may use the store, too; Python runs them only once
+    end_threads()  # threads and exit functions may use the store
     store.wait_until_all_ended()
     if current.stop.is_stopping:
         return Outcome.STOPPED
@@ -231,16 +230,11 @@ def _flush_files() -> None:
                 file.flush()
 
 
-def _has_imported_torch() -> bool:
-    spec = getattr(sys.modules.get("torch"), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
-
-
 def _receive_copies(process: RankProcess) -> None:
     """Take copies of another node's states into the memory of this one, once the program has
     imported torch.
     """
-    while not _has_imported_torch():
+    while not has_imported("torch"):
         time.sleep(POLL_INTERVAL)
     from flyte_ddp.checkpoints.memory import receive_copies
 
@@ -297,7 +291,7 @@ class _Store:
 
     def _serve(self) -> None:
         while not (
-            _has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()
+            has_imported("torch") or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()
         ):
             pass
         self.open()

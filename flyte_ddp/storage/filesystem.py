@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import pkgutil
 import re
 import sys
-import threading
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from flyte_ddp.config.interpreter import call_before_exit
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.clients.azure import AZURE
 from flyte_ddp.storage.clients.google import GOOGLE
@@ -136,4 +135,4 @@ def _close_sessions_of(path: str, session: str) -> None:
 
 
 # `atexit.register` would be too late: flytekit's own handler, which ends its loop, would run first.
-getattr(threading, "_register_atexit", atexit.register)(_close_sessions)
+call_before_exit(_close_sessions)

@@ -21,11 +21,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, process, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.interpreter import find_fork_server, process_config
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS, TRAINING
 from flyte_ddp.observers.streams import open_standard_streams
@@ -101,18 +102,20 @@ def start_server(modules: Sequence[str]) -> bool:
         modules: modules of other packages, which a new server imports before this package's.
 
     Returns:
-        False if forked ranks would differ from fresh ranks: the environment has changed since the
-        server read it, or this is macOS, where libraries do not survive a fork.
+        False if Python has no server, or if forked ranks would differ from fresh ranks: the
+        environment has changed since the server read it, or this is macOS, where libraries do not
+        survive a fork.
     """
     global _variables_of_server
-    if sys.platform == "darwin":
+    server = find_fork_server()
+    if sys.platform == "darwin" or server is None:
         return False
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)
     }
     if _variables_of_server is None:
         _variables_of_server = variables
-        forkserver._forkserver.__class__ = _Server
+        server.__class__ = _Server
         preloaded = list(modules)
         if sys.version_info >= (3, 11):
             preloaded += OWN_MODULES
@@ -121,7 +124,7 @@ def start_server(modules: Sequence[str]) -> bool:
         return False
     open_standard_streams()
     shorten_socket_paths()
-    forkserver._forkserver.ensure_running()
+    server.ensure_running()
     return True
 
 
@@ -130,7 +133,7 @@ def shorten_socket_paths() -> None:
 
     The path of a socket has at most 107 bytes, and TMPDIR may be anything.
     """
-    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    config = process_config()
     if len(os.fsencode(config.get("tempdir") or "x" * MAX_SOCKET_DIRECTORY)) < MAX_SOCKET_DIRECTORY:
         return
     places = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
