@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from datetime import timedelta
 
 import pytest
 import torch
@@ -130,3 +131,40 @@ def test_the_exchange_of_gradients_is_timed_by_names_that_ddp_still_has():
     assert fast_start.ddp_exchange_seconds(types.SimpleNamespace(_orig_mod=timed)) == (3.0, 1.0)
     assert fast_start.ddp_exchange_seconds(object()) is None
     fast_start.set_ddp_timing_interval(object(), 10)
+    assert callable(DistributedDataParallel._check_reducer_finalized)
+    assert fast_start.has_all_gradients(object())
+
+
+@pytest.fixture
+def group():
+    """The default group, of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    yield torch.distributed
+    torch.distributed.destroy_process_group()
+
+
+WAITS = """
+import torch, torch.distributed as dist
+from flyte_ddp.rank import fast_start
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+waits = []
+{before}
+fast_start.time_waits(waits.append)
+fast_start.time_waits(waits.append)  # once in a process
+dist.all_reduce(torch.ones(1))
+print(len(waits))
+"""
+
+
+@pytest.mark.parametrize(("before", "num_waits"), [("", "1"), ("del dist.Work", "0")])
+def test_waits_are_timed_if_torch_has_their_class(before, num_waits):
+    assert run(WAITS.format(before=before)) == [num_waits]
+
+
+def test_the_timeout_of_a_group_is_read_if_torch_shows_it(group, monkeypatch):
+    assert fast_start.group_timeout(torch.device("cpu")) == timedelta(seconds=77)
+    monkeypatch.delattr(type(group.group.WORLD), "_get_backend")
+    assert fast_start.group_timeout(torch.device("cpu")) == timedelta.max

@@ -15,7 +15,6 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy
@@ -30,6 +29,7 @@ from flyte_ddp.data.contents import is_comparable
 from flyte_ddp.data.order import ORDER
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
+from flyte_ddp.rank.fast_start import group_timeout
 from flyte_ddp.rank.nested import parts_in
 from flyte_ddp.recipes import Recipe, list_class_names, locate
 from flyte_ddp.world import RankNotes, World
@@ -250,10 +250,7 @@ def function_world() -> tuple[World, float]:
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     world = World(dist.get_rank(), dist.get_world_size(), device)
-    assert dist.group.WORLD is not None
-    options = getattr(dist.group.WORLD._get_backend(world.device), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", timedelta.max)
-    return world, timeout.total_seconds()
+    return world, group_timeout(world.device).total_seconds()
 
 
 def check_save(

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import time
 import types
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -72,6 +75,36 @@ def call_around_compilations(start: Callable[[], object], end: Callable[[], obje
         handler.register_end_callback(lambda *arguments: end())
     except (ImportError, AttributeError):
         return
+
+
+def time_waits(add: Callable[[float], None]) -> None:
+    """Call `add` with the seconds of each wait of Python for a collective in this process, from now
+    on. Without the name, the waits count as steps.
+    """
+    work = getattr(dist, "Work", None)
+    wait: Any = getattr(work, "wait", None)
+    if wait is None or hasattr(wait, "is_timed"):
+        return
+
+    def timed(self: Any, *arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return wait(self, *arguments, **options)
+        finally:
+            add(time.perf_counter() - started)
+
+    timed.is_timed = True  # type: ignore[attr-defined]
+    work.wait = timed  # type: ignore[union-attr]
+
+
+def group_timeout(device: torch.device) -> timedelta:
+    """Return the timeout of the default group's collectives; years if the backend shows none."""
+    world: Any = dist.group.WORLD
+    try:
+        timeout: timedelta = world._get_backend(device).options._timeout
+    except AttributeError:
+        return timedelta.max
+    return timeout
 
 
 def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.launch.protocol.messages import PHASES
+from flyte_ddp.rank.fast_start import time_waits
 
 DATA, FORWARD, BACKWARD, STEP = range(len(PHASES))
 
@@ -46,7 +47,7 @@ class StepTimer:
 
     def __post_init__(self) -> None:
         self._on_gpu = self.device.type == "cuda"
-        _count_waits()
+        time_waits(_count_wait)
 
     def watch(self, model: nn.Module) -> None:
         """Time a backward pass up to the gradient of the model's first trained parameter, because
@@ -101,25 +102,9 @@ class StepTimer:
         return time.perf_counter() - _waited
 
 
-def _count_waits() -> None:
-    """Count the seconds that Python waits for collectives in this process, from now on."""
-    # torch.distributed does not export this class for type checkers.
-    from torch._C._distributed_c10d import Work
-
-    wait: Any = Work.wait
-    if hasattr(wait, "is_counted"):
-        return
-
-    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
-        global _waited
-        started = time.perf_counter()
-        try:
-            return wait(self, *arguments, **options)
-        finally:
-            _waited += time.perf_counter() - started
-
-    counted.is_counted = True  # type: ignore[attr-defined]
-    Work.wait = counted  # type: ignore[method-assign]
+def _count_wait(seconds: float) -> None:
+    global _waited
+    _waited += seconds
 
 
 def device_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from flyte_ddp.checkpoints.state import local_part
 from flyte_ddp.rank.sharding import part_like, reshard
@@ -60,15 +61,15 @@ class WeightAverage:
         """
         if not self.decay:
             return
-        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        average = get_ema_multi_avg_fn(min(self.decay, (1 + step) / (10 + step)))
         averages = [local_part(each) for each in self.values.values()]
         own = [local_part(each).to(_wide(each)) for each in self._own().values()]
-        torch._foreach_lerp_(averages, own, share)
-        for name, average, value in zip(self.values, averages, own, strict=True):
-            is_mean = average.isfinite()
+        average(averages, own, step)
+        for name, mean, value in zip(self.values, averages, own, strict=True):
+            is_mean = mean.isfinite()
             if name in self._buffers:
                 is_mean &= value != self._buffers[name]
-            torch.where(is_mean, average, value, out=average)
+            torch.where(is_mean, mean, value, out=mean)
         self._buffers = self._copy_buffers()
 
     @contextlib.contextmanager

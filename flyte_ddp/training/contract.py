@@ -107,7 +107,7 @@ def open_model(parallelism: Parallelism) -> nn.Module:
         expected = f"{locate(parallelism.recipe, 'model')}: expected an nn.Module"
         model = check_kind(parallelism.recipe.model(), nn.Module, expected)
     for name, module in model.named_modules():
-        own = (*module._parameters.values(), *module._buffers.values())
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(isinstance(each, UNKNOWN) for each in own):
             raise ConfigError(
                 f"{locate(parallelism.recipe, 'model')}: expected layers of known sizes, got "

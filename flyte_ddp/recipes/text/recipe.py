@@ -230,7 +230,7 @@ class Text(Recipe):
         return open_model(self._directory / MODEL, self._tokenizer)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        names: Any = model.get_submodule("model")._no_split_modules or ()
+        names: Any = getattr(model.get_submodule("model"), "_no_split_modules", None) or ()
         return [each for each in model.modules() if type(each).__name__ in names]
 
     def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
