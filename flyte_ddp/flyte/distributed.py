@@ -16,7 +16,6 @@ from typing import Any
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
 from flytekit.core.tracker import extract_task_module
 from flytekit.core.type_engine import TypeEngine
-from flytekit.deck.deck import _output_deck
 from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
@@ -27,6 +26,7 @@ from flyte_ddp.config.by_value import dumps, pickle
 from flyte_ddp.config.source_code import find_project, find_root, packages_beside
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.deck import write_local_decks
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.pods import make_driver_options, make_rank_options, read_pod_sizes
@@ -142,7 +142,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         for title, html in decks:
             Deck(title, html)
         if is_local and self.enable_deck:  # flytekit itself writes the Decks in a pod
-            _output_deck(name, parameters)
+            write_local_decks(name, parameters)
         return outputs
 
     def _extend_path(self) -> None:
@@ -166,7 +166,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         _, module, attribute, _ = extract_task_module(self)
         is_found = getattr(sys.modules.get(module), attribute, None) is self
         checkpoints: tuple[str | None, str | None] = (None, None)
-        with contextlib.suppress(NotImplementedError):  # A local run has no Flyte checkpoint.
+        # A local run has no Flyte checkpoint, and another flytekit may hide the paths.
+        with contextlib.suppress(NotImplementedError, AttributeError):
             checkpoint = parameters.checkpoint
             checkpoints = (checkpoint._checkpoint_dest, checkpoint._checkpoint_src)
         pickled = b""

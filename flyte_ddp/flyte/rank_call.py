@@ -15,18 +15,16 @@ import importlib
 import json
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from flyteidl.core import literals_pb2
-from flytekit import FlyteContext, PythonFunctionTask
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.core.type_engine import TypeEngine
-from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 from flytekit.utils.asyn import loop_manager
 
+from flyte_ddp.flyte.deck import render_decks
 from flyte_ddp.storage import flyte_storage_environment
 
 
@@ -62,7 +60,7 @@ class TaskCall:
                 return b""
             outputs, values = loop_manager.run_sync(task._output_to_literal_map, value, context)
             message = base64.b64encode(outputs.to_flyte_idl().SerializeToString()).decode()
-            decks = _render_decks(task, inputs, values, context)
+            decks = render_decks(task, inputs, values, context)
             return json.dumps({"outputs": message, "decks": decks}).encode()
 
 
@@ -75,22 +73,6 @@ def unpack(value: bytes) -> tuple[LiteralMap, list[tuple[str, str]]]:
     values = json.loads(value)
     return parse_literals(base64.b64decode(values["outputs"])), [
         (name, html) for name, html in values["decks"]
-    ]
-
-
-def _render_decks(
-    task: PythonFunctionTask[Any],
-    inputs: dict[str, Any],
-    outputs: dict[str, Any],
-    context: FlyteContext,
-) -> list[tuple[str, str]]:
-    """Return the function's own Decks, and flytekit's Decks of inputs, outputs and source."""
-    if not task.enable_deck:
-        return []
-    parameters = context.user_space_params
-    task._write_decks(inputs, outputs, context, parameters)
-    return [
-        (deck.name, deck.html) for deck in parameters.decks if not isinstance(deck, TimeLineDeck)
     ]
 
 
