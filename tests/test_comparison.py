@@ -22,6 +22,7 @@ from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, ju
 from flyte_ddp.recipes import Recipe, config_of
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.comparison import Measurement, compare
+from flyte_ddp.training.metrics import can_merge
 
 pytestmark = pytest.mark.usefixtures("server_with_metrics")
 
@@ -335,3 +336,11 @@ def test_groups_of_samples_are_left_out_of_many(monkeypatch):
     assert len(list(better.score_parts())) == 51
     low, high = compare(better, worse)
     assert 0 < low < worse.score - better.score < high
+
+
+def test_states_are_merged_if_torchmetrics_shows_how_it_reduces_them():
+    assert can_merge(MergedClose())
+    assert not can_merge(MeanClose())
+    hidden = MergedClose()
+    del hidden._reductions
+    assert not can_merge(hidden)

@@ -26,7 +26,6 @@ NAMES = {
     "rehearsal/watch.py": {"_non_persistent_buffers_set"},
     # torchmetrics
     "training/metrics.py": {"_defaults", "_reductions"},
-    "training/comparison.py": {"_reductions"},
     # transformers
     "integrations/transformers.py": {"_load_from_checkpoint"},
     # flytekit

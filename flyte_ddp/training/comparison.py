@@ -27,7 +27,7 @@ from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.training.evaluation import evaluate_state
-from flyte_ddp.training.metrics import HeldOutMetrics, read_figures, read_value
+from flyte_ddp.training.metrics import HeldOutMetrics, can_merge, read_figures, read_value
 
 MIN_PARTS = MIN_DIFFERENCES  # a comparison needs so many parts
 MAX_BLOCKS = 100  # blocks of samples, for metrics of torchmetrics: they have no value per sample
@@ -67,7 +67,7 @@ class Measurement:
         if self._metric is not None:
             modules = self._metric.modules()
         self._parts: list[Any] = [each for each in modules if getattr(each, "metric_state", None)]
-        self._can_merge = bool(self._parts) and all(map(_can_merge, self._parts))
+        self._can_merge = bool(self._parts) and all(map(can_merge, self._parts))
         if self._metric is not None:
             num_samples = len(open_datasets(recipe, directory, config)[1])  # type: ignore[arg-type]
             size = min(config.evaluation_batch_size, math.ceil(num_samples / MAX_BLOCKS))
@@ -150,17 +150,6 @@ class Measurement:
         nan = math.nan
         epoch = EpochFinished(1, 0, nan, values["test_loss"], nan, nan, nan, nan, metrics=values)
         return {**values, name: read_figures(self._recipe, epoch).get(name, nan)}
-
-
-def _can_merge(metric: Any) -> bool:
-    """Return whether the states of a metric of torchmetrics add up. The states of a mean, for
-    example, would need weights.
-    """
-    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
-
-    reductions = set(metric._reductions.values())
-    known = reductions <= {dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum}
-    return known and metric.full_state_update is False and not metric.dist_sync_on_step
 
 
 def compare(challenger: Measurement, champion: Measurement) -> tuple[float, float]:

@@ -188,6 +188,17 @@ def _is_merged_by_library(metric: Any) -> bool:
     return True
 
 
+def can_merge(metric: Any) -> bool:
+    """Return whether the states of a metric of torchmetrics add up. The states of a mean, for
+    example, would need weights. False if torchmetrics does not show how it reduces states.
+    """
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+    reductions = set(getattr(metric, "_reductions", {"": None}).values())
+    known = reductions <= {dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum}
+    return known and metric.full_state_update is False and not metric.dist_sync_on_step
+
+
 def _merge(part: Any, states: Sequence[Mapping[str, Any]]) -> None:
     """Give a metric the states of all ranks, reduced as torchmetrics does it."""
     for name, reduce in part._reductions.items():
