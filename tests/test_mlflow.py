@@ -273,7 +273,7 @@ def test_functions_scripts_and_recipes_are_recorded(
         lambda: run_recipe(tmp_path),
     ):
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
-        found, steps = find_run(files, Path(run(), "wandb-run-id").read_text())
+        found, steps = find_run(files, Path(run(), "tracker-run-id").read_text())
         assert (steps("train/loss")[:2], found.info.status) == ([1, 2], "FINISHED")
 
 

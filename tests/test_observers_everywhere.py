@@ -122,7 +122,7 @@ def test_a_functions_task_is_recorded_as_a_recipes_is(environment, monkeypatch, 
     (history,) = map(Path, re.findall(r"/[^<>\s]*/history\.jsonl", report))
     assert reported_steps(history) == [1, 2, 3]
     assert 'flyte_ddp_step{run="",task="recorded"} ' in (environment / "scraped").read_text()
-    run_id = Path(checkpoints, "wandb-run-id").read_text()
+    run_id = Path(checkpoints, "tracker-run-id").read_text()
     assert list(history.parent.rglob(f"offline-run-*-{run_id}/*.wandb"))
 
 

@@ -16,7 +16,7 @@ from flyte_ddp.config import extras
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, PictureShown
 from flyte_ddp.flyte import Distributed
-from flyte_ddp.observers.command_line import make_observers
+from flyte_ddp.observers.command_line import keep_run_id, make_observers
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.tensorboard import Tensorboard
 from flyte_ddp.storage import Storage
@@ -110,6 +110,14 @@ def test_any_name_of_a_script_makes_an_id_that_trackers_take(tmp_path: Path) -> 
     assert re.fullmatch(r"a-b-c-d-e-f-g-hx+-[0-9a-f]{8}", directory.name)
     assert len(directory.name) < 80
     assert "train/loss" in read(directory)
+
+
+def test_a_run_keeps_the_id_that_an_earlier_attempt_or_version_wrote(tmp_path: Path) -> None:
+    first, older = Storage(str(tmp_path / "first")), Storage(str(tmp_path / "older"))
+    older.write("wandb-run-id", b"run-of-0.1")
+
+    assert [keep_run_id(first, new) for new in ("run-1", "run-2")] == ["run-1", "run-1"]
+    assert keep_run_id(older, "run-3") == "run-of-0.1"
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from flyte_ddp.storage import Storage
 
 RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of a tracker
-RUN_ID = "wandb-run-id"
+RUN_ID = "tracker-run-id"
+OLD_RUN_ID = "wandb-run-id"  # its name before version 0.2.0
 MAX_NAME = 60  # characters of a script's name in the id of its run
 
 
@@ -85,11 +86,11 @@ def keep_run_id(storage: Storage, new: str) -> str:
     """Return the id of the run for trackers: the one that an earlier attempt kept in `storage`, or
     `new`.
     """
-    try:
-        return storage.read(RUN_ID).decode()
-    except FileNotFoundError:
-        storage.write(RUN_ID, new.encode())
-        return new
+    for name in (RUN_ID, OLD_RUN_ID):
+        with contextlib.suppress(FileNotFoundError):
+            return storage.read(name).decode()
+    storage.write(RUN_ID, new.encode())
+    return new
 
 
 def keep_first_start(storage: Storage, run_id: str, now: float) -> float:
