@@ -45,6 +45,7 @@ from flyte_ddp.data import Shards, readers
 from flyte_ddp.data.order import EpochOrder
 from flyte_ddp.data.source import CONCURRENT_READS
 from flyte_ddp.data.write import encode_mds
+from flyte_ddp.rank.plan import EpochPlan, Share
 
 EPOCHS, BATCH_SIZE, NUM_SHARDS, NUM_SEEDS = 10, 32, 140, 16
 SAMPLE, SHARD = 1 << 16, 1 << 21  # bytes; data for the measurement of memory
@@ -98,9 +99,10 @@ def measure_resume() -> Iterator[tuple[str, str]]:
         )
         started = time.perf_counter()
         shards = Shards(place)
-        samples = next(shards.batches(256, 0, 3, 10**8, lambda batch: batch[:64], 4))
+        plan = EpochPlan(len(shards), 256, 0, 3, Share(0, 4), first=10**8, stream=shards)
+        samples = next(plan.batches())
         seconds = time.perf_counter() - started
-        count = len(set((np.array(samples[:64]) // 20_000).tolist()))
+        count = len(set((samples[:64].numpy() // 20_000).tolist()))
         yield (
             "start at sample 10^8 of 10^4 shards, to the first samples",
             f"{seconds:.2f} s, of {count} shards of a rank of 4",
@@ -139,8 +141,10 @@ def measure_parts() -> Iterator[tuple[str, str]]:
                     cache_dir=f"{name}/{part_bytes}-{kind}",
                 )
                 before, count = served["GET"], 0
-                for batch in data.batches(64, 0, 0, len(data) // 2, lambda batch: batch[:32], 2):
-                    count += sum(1 for sample in batch[:32] if data[sample])
+                middle = len(data) // 2
+                plan = EpochPlan(len(data), 64, 0, 0, Share(0, 2), first=middle, stream=data)
+                for batch in plan.batches():
+                    count += sum(1 for sample in plan.share.cut(batch).tolist() if data[sample])
                 read = data._index.num_bytes / len(data) * count
                 found.append(f"{(served['GET'] - before) / read:.2f}")
             yield f"{kind}, bytes fetched after a resume, by shards; by parts", "; ".join(found)

@@ -23,6 +23,7 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -39,6 +40,7 @@ from flyte_ddp.data.readers import (
 )
 from flyte_ddp.data.source import CONCURRENT_READS, Source
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.rank.plan import EpochPlan, Share
 from flyte_ddp.storage import Storage
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.image_store import write_tree
@@ -866,8 +868,9 @@ def test_shards_whose_sizes_no_server_says_are_read(tmp_path):
             shards.prepare()
             mixture = Mixture({"a": shards}, {"a": 1})
             for data, count in ((shards, 100), (mixture, len(mixture))):
-                batches = data.batches(16, 0, 0, 0, take=lambda batch: batch, num_ranks=2)
-                assert len([data[number] for batch in batches for number in batch]) == count
+                plan = EpochPlan(len(data), 16, 0, 0, Share(0, 2), stream=data)
+                numbers = torch.cat([*plan.batches()]).tolist()
+                assert len([data[number] for number in numbers]) == count
         finally:
             server.shutdown()
             thread.join()

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from flyte_ddp.data.order import (
     Order,
 )
 from flyte_ddp.data.permutation import derive_key, permute
-from flyte_ddp.data.shards import Shards, Stream
+from flyte_ddp.data.shards import Shards
 from flyte_ddp.errors import ConfigError
 
 # Checkpoints depend on the result of `MixedOrder.samples`. A change of the result, or of
@@ -190,7 +190,7 @@ class MixedOrder(Order):
 
 
 @dataclass(frozen=True, eq=False)
-class Mixture(Stream):
+class Mixture:
     """Samples of several `Shards` in fixed proportions.
 
     A mixture is used like `Shards`. In each lane, every block of 1,024 samples has an exact count
@@ -302,6 +302,7 @@ class Mixture(Stream):
         return dataclasses.replace(self, sources=sources, lanes=described.get("lanes"))
 
     def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        """Return the order of an epoch."""
         return self._make_order(seed, epoch)
 
     def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
@@ -370,3 +371,6 @@ class Mixture(Stream):
         expected = f"expected more samples for {self._num_lanes} lanes"
         got = ", ".join(f"{len(each)} of {name}" for name, each in self.sources.items())
         raise ConfigError(f"sources: {expected}, got {got}")
+
+
+Stream: TypeAlias = Shards | Mixture  # data sets whose samples have an order of their own

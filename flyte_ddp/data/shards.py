@@ -13,15 +13,14 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config.fields import finite_number, whole_number
-from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.data.cache import ShardCache, make_directory, reading, version_of_reader
 from flyte_ddp.data.contents import describe_contents
 from flyte_ddp.data.index import OWN_INDEX, ShardIndex, prepare_index, read_index
@@ -39,60 +38,8 @@ MAX_TOLD = 10  # ignored samples that each process logs
 logger = logging.getLogger(__name__)
 
 
-class Stream(Protocol):
-    """Samples in an order of their own. The files of coming samples are fetched ahead."""
-
-    def __len__(self) -> int: ...
-
-    def prefetch(self, samples: Sequence[int]) -> None:
-        """Fetch the files of some samples, several at once."""
-
-    def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
-        """Return the order of an epoch."""
-
-    def num_ahead(self, order: Order, num_ranks: int) -> float:
-        """Return how many samples may be fetched ahead; infinite if no files are copied."""
-
-    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return plain values that decide, with seed and epoch, the order of an epoch."""
-
-    def continue_order(self, described: Mapping[str, Any]) -> Stream:
-        """Return the data with the files and lanes of the `described` order."""
-
-    def batches(
-        self,
-        global_batch_size: int,
-        seed: int,
-        epoch: int,
-        first: int,
-        take: Callable[[list[int]], Sequence[int]],
-        num_ranks: int,
-    ) -> Iterator[list[int]]:
-        """Yield the samples of each global batch of an epoch, lane by lane, after the `first`
-        samples. Meanwhile the files of coming batches are fetched.
-
-        Args:
-            take: function that returns this process's part of a batch.
-            num_ranks: number of ranks that share a batch.
-
-        Raises:
-            ConfigError: the shards that this machine reads at once do not fit in the cache.
-        """
-        order = self.order(global_batch_size, seed, epoch)
-
-        def draw() -> Iterator[list[int]]:
-            for start in range(first, order.num_samples, global_batch_size):
-                yield order.batch(start, global_batch_size).tolist()
-
-        num_ahead = self.num_ahead(order, num_ranks)
-        distance = 0
-        if num_ahead < math.inf:
-            distance = int(num_ahead / global_batch_size)
-        return fetch_ahead(draw(), map(take, draw()), self.prefetch, distance)
-
-
 @dataclass(frozen=True, eq=False)
-class Shards(Stream):
+class Shards:
     """Samples in shards: tar files in WebDataset's layout, Parquet, MosaicML's MDS, JSON lines, or
     files for a reader of your own.
 
@@ -249,15 +196,12 @@ class Shards(Stream):
     def continue_order(self, described: Mapping[str, Any]) -> Shards:
         """Return the shards and lanes of the `described` order.
 
-        If the shards have changed since, their `describe_order` differs from `described`.
+        If the shards have changed since, their `describe_order` differs from `described`. Log a
+        warning if there are more shards.
         """
         lanes, window = described.get("lanes"), described.get("window")
         found = dataclasses.replace(self, lanes=lanes, window=window)
-        return found.take_first(described.get("number of shards"))
-
-    def take_first(self, count: int | None) -> Shards:
-        """Return the first `count` shards, or all for None. Log a warning if there are more."""
-        found, head = dataclasses.replace(self), self._index.head(count)
+        head = self._index.head(described.get("number of shards"))
         if len(head) < self.num_shards:
             logger.warning(
                 "%s has %d shards more than its checkpoint: they are read from the next epoch on",
@@ -268,6 +212,7 @@ class Shards(Stream):
         return found
 
     def order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
+        """Return the order of an epoch."""
         lanes = self.lanes or choose_lanes(global_batch_size, self.num_shards)
         return self.make_order(lanes, seed, epoch)
 

@@ -37,7 +37,7 @@ from flyte_ddp.rank.snapshot import unchanged
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flyte_ddp.data.shards import Stream
+    from flyte_ddp.data.mixture import Stream
 
 UNREADABLE = "cannot be read"  # stands for an unreadable sample in a comparison
 

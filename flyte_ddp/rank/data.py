@@ -25,7 +25,7 @@ from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
 if TYPE_CHECKING:
-    from flyte_ddp.data.shards import Stream
+    from flyte_ddp.data.mixture import Stream
 
 STAND_IN = 0.0  # the weight of the sample that stands in for an unreadable micro-batch
 MAX_FOLLOWING = 100  # samples that are tried as stand-ins
@@ -243,7 +243,6 @@ class LoadedSamples:
         self.has_own_counts = type(recipe).num_targets is not Recipe.num_targets
         self.has_own_collate = type(recipe).collate is not Recipe.collate
         self.has_own_sizes = type(recipe).num_samples is not Recipe.num_samples
-        self.size = len(dataset)  # type: ignore[arg-type]
         # The samples of the next pass over the loader. One loader serves all passes, so that its
         # processes start once: each imports torch for seconds.
         self._plan = _Plan()
@@ -269,7 +268,7 @@ class LoadedSamples:
         )
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def num_targets(self, indices: Tensor) -> float | None:
         """Return how many targets the samples at `indices` have together; None if the loaded

@@ -8,7 +8,7 @@ in the middle of an epoch. Knows no data set but by its length or its own order.
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flyte_ddp.data.ahead import fetch_ahead
+
 if TYPE_CHECKING:
-    from flyte_ddp.data.shards import Stream
+    from flyte_ddp.data.mixture import Stream
 
 
 @dataclass(frozen=True)
@@ -106,22 +108,25 @@ class EpochPlan:
     def batches(self, first: int = 0, end: int | None = None) -> Iterator[Tensor]:
         """Yield the samples of the batches from `first` up to `end`, which is excluded; by default
         up to the last batch. Meanwhile the files of a stream's coming batches are fetched.
+
+        Raises:
+            ConfigError: the shards that this machine reads at once do not fit in the cache.
         """
-        num_batches = len(self)
-        if end is None or end > num_batches:
-            end = num_batches
+        numbers = range(len(self))
+        batches = map(self.batch, numbers[first:end])
         if self.stream is None:
-            yield from map(self.batch, range(first, end))
-            return
-        batches = self.stream.batches(
-            self.global_batch_size,
-            self.seed,
-            self.epoch,
-            self.first + first * self.global_batch_size,
-            self.share.cut,
-            self.share.num_shares,
-        )
-        yield from map(torch.tensor, itertools.islice(batches, max(0, end - first)))
+            return batches
+        num_ahead = self.stream.num_ahead(self._order, self.share.num_shares)
+        distance = 0
+        if num_ahead < math.inf:
+            distance = int(num_ahead / self.global_batch_size)
+        # The files of batches after `end` are fetched, too: another call asks for them.
+        coming = map(self._list_own, numbers[first:])
+        return fetch_ahead(batches, coming, self.stream.prefetch, distance)
+
+    def _list_own(self, number: int) -> list[int]:
+        own: list[int] = self.share.cut(self.batch(number)).tolist()
+        return own
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
