@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from flyte_ddp.checkpoints.state import (
     map_tensors,
     own_box,
 )
+from flyte_ddp.errors import ConfigError, in_one_line
 
 # options of an optimizer that change no result
 KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -177,6 +178,35 @@ def find_changed_value(found: Any, saved: Any, place: str = "state_dict()") -> s
     if is_same:
         return ""
     return place
+
+
+def load_exactly(
+    place: str, holder: Any, state: dict[str, Any], load: Callable[[dict[str, Any]], object]
+) -> None:
+    """Load what the `state_dict()` of an optimizer or a schedule has returned, and check that the
+    state is restored.
+
+    Args:
+        place: beginning of the error.
+        load: the method or function that loads the state into `holder`.
+
+    Raises:
+        ConfigError: `load` fails, or the state differs after it; one line.
+    """
+    try:
+        load(state)
+    except Exception as error:  # any error is possible: it may be the user's class
+        raise ConfigError(
+            f"{place}: expected one that loads what its state_dict() returns, got "
+            f"{in_one_line(error)}"
+        ) from error
+    found = holder.state_dict()
+    difference = find_changed_value(found, keep_kernels(state, found))
+    if difference:
+        raise ConfigError(
+            f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
+            f"value of {difference} after a save and a load"
+        )
 
 
 def _is_same_tensor(found: Any, saved: Tensor) -> bool:

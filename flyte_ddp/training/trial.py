@@ -11,6 +11,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ from flyte_ddp.checkpoints.assembly import assemble
 from flyte_ddp.checkpoints.state import collect, local_part, map_tensors
 from flyte_ddp.config import OWN
 from flyte_ddp.errors import ConfigError, in_one_line
-from flyte_ddp.rank.sharding import find_changed_value, load_optimizer, own_boxes
+from flyte_ddp.rank.sharding import (
+    find_changed_value,
+    load_exactly,
+    load_optimizer,
+    own_boxes,
+)
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import locate
 from flyte_ddp.training.optim import Schedule, open_optimizer
@@ -65,8 +71,7 @@ def _check_schedule_state(
     first.end_step()
     state = collect({"schedule": first.state_dict()})
     saved = assemble([{"file": ""}], lambda entry: state, ALONE)["schedule"]
-    second.load_state_dict(saved)
-    _check_equal(second.state_dict(), saved, locate(recipe, "schedule"))
+    load_exactly(locate(recipe, "schedule"), second, saved, second.load_state_dict)
 
 
 def _check_optimizer(
@@ -78,12 +83,17 @@ def _check_optimizer(
     weights = [local_part(each).detach().to("cpu", copy=True) for each in model.parameters()]
     expected = _take_next_step(model, first, weights)
     first.state.clear()  # the device need not hold two states
-    _load_weights(model, weights)
-    with _explained(f"{place}: expected an optimizer that loads what its state_dict() returns"):
-        load_optimizer(second, saved)
-    _check_equal(second.state_dict(), saved, place)
-    with _explained(f"{place}: expected an optimizer that takes a step after a load"):
+    with torch.no_grad():
+        for parameter, before in zip(model.parameters(), weights, strict=True):
+            local_part(parameter).copy_(before)
+    load_exactly(place, second, saved, partial(load_optimizer, second))
+    try:
         got = _take_next_step(model, second, weights)
+    except Exception as error:
+        raise ConfigError(
+            f"{place}: expected an optimizer that takes a step after a load, got "
+            f"{in_one_line(error)}"
+        ) from error
     for (name, _), one, other in zip(model.named_parameters(), expected, got, strict=True):
         if not _is_close(one, other):
             raise ConfigError(
@@ -156,14 +166,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _explained(expected: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(f"{expected}, got {in_one_line(error)}") from error
-
-
 def _take_step(model: nn.Module, optimizer: Optimizer) -> None:
     torch.manual_seed(0)  # an optimizer may draw random numbers
     for parameter in model.parameters():
@@ -216,18 +218,3 @@ def _save(model: nn.Module, optimizer: Optimizer, parallelism: Parallelism) -> d
     boxes = own_boxes(model, {("optimizer",): optimizer})
     entries = [{"rank": rank} for rank in range(world.world_size)]
     return dict(assemble(entries, lambda entry: part, world, boxes)["optimizer"])
-
-
-@torch.no_grad()
-def _load_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
-    for parameter, before in zip(model.parameters(), weights, strict=True):
-        local_part(parameter).copy_(before)
-
-
-def _check_equal(found: Any, saved: Any, place: str) -> None:
-    difference = find_changed_value(found, saved)
-    if difference:
-        raise ConfigError(
-            f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
-            f"value of {difference} after a save and a load"
-        )
