@@ -56,6 +56,7 @@ class Predictor:
         config = job.config
         self.job, self.device = job, world.device
         state = read_state(job.model_state, "model_state: expected a state dict")
+        self.storage = Storage(job.output, "output")
         self.recipe = recipe = get_recipe(job.recipe, config.recipe_options)
         if not list_class_names(recipe):
             # The recipe may be a frozen dataclass, which refuses an assignment.
@@ -91,8 +92,10 @@ class Predictor:
     @functools.cached_property
     def _schema(self) -> Any:
         """The schema of all files, from the manifest of the output."""
-        manifest = Storage(self.job.output, "output").read(MANIFEST)
-        return schema.from_text(json.loads(manifest)["arrow_schema"])
+        return schema.from_text(self._read_manifest()["arrow_schema"])
+
+    def _read_manifest(self) -> dict[str, Any]:
+        return dict(json.loads(self.storage.read(MANIFEST)))
 
     def describe_data(self) -> dict[str, Any]:
         """Return the number of samples, and plain values that identify them. For shards these are
@@ -103,10 +106,9 @@ class Predictor:
             return {**facts, **self.dataset.describe_shards()}
         count = min(len(self), NUM_COMPARED)
         chosen = torch.linspace(0, len(self) - 1, count, dtype=torch.float64).round().long()
-        key = getattr(self.dataset, "key", int)
         facts["samples"] = []
         for index, batch in zip(chosen.tolist(), self._read(chosen.split(1)), strict=True):
-            facts["samples"] += summarize((key(index), batch))
+            facts["samples"] += summarize((self._key(index), batch))
         return facts
 
     def check_data(self) -> None:
@@ -115,7 +117,7 @@ class Predictor:
 
         The check matters most for a recipe that reads the data from their URL.
         """
-        manifest = json.loads(Storage(self.job.output, "output").read(MANIFEST))
+        manifest = self._read_manifest()
         found = self.describe_data()
         expected = json.loads(manifest.get(DATA, "{}"))
         if not expected:  # An older version wrote no facts about the data.
@@ -142,7 +144,7 @@ class Predictor:
             on_batch()
         file = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.concat_tables(tables), file)
-        Storage(self.job.output, "output").write(part_name(number), file.getvalue().to_pybytes())
+        self.storage.write(part_name(number), file.getvalue().to_pybytes())
 
     def _predict(self, first: int, end: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
         """Yield the keys and the columns of each batch of these samples."""
@@ -163,10 +165,7 @@ class Predictor:
 
     def _key(self, number: int) -> Any:
         """Return the key of a sample: its number if the data set has no keys."""
-        key = getattr(self.dataset, "key", None)
-        if key:
-            return key(number)
-        return number
+        return getattr(self.dataset, "key", int)(number)
 
     def _locate_error(self, numbers: Sequence[int], error: Exception) -> DataError:
         """Return an error that names recipe, part and sample, after a batch could not be read."""

@@ -18,7 +18,6 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
 from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
 from flyte_ddp.prediction.model import Predictor
-from flyte_ddp.storage import Storage
 from flyte_ddp.world import World
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def main(job: PredictionJob) -> None:
     for name in STOP_SIGNALS:  # After a signal the rank still finishes its part.
         signal.signal(signal.Signals[name], lambda number, frame: None)
     directory = process.link.wait_for_data()
-    predictor = Predictor(job, str(directory), World(0, 1, _choose_device(process)))
+    predictor = Predictor(job, str(directory), World(0, 1, process.choose_device()))
     if process.rank == 0:
         store.set(MISSING, json.dumps(_begin(predictor, process, reporter)))
     missing = json.loads(store.get(MISSING))
@@ -60,15 +59,6 @@ def main(job: PredictionJob) -> None:
         reporter.emit(written, from_all=True)
 
 
-def _choose_device(process: RankProcess) -> torch.device:
-    if not process.node.use_gpus:
-        return torch.device("cpu")
-    # A rank on a MIG slice sees that slice alone.
-    device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
-    torch.cuda.set_device(device)
-    return device
-
-
 def _write(predictor: Predictor, number: int, reporter: Reporter) -> None:
     try:
         predictor.write_part(number, reporter.beat)
@@ -84,8 +74,7 @@ def _begin(predictor: Predictor, process: RankProcess, reporter: Reporter) -> li
 
     Each existing file counts as progress from which the run resumes.
     """
-    job = predictor.job
-    storage = Storage(job.output, "output")
+    job, storage = predictor.job, predictor.storage
     names = set(storage.names())
     if MANIFEST not in names:
         manifest = {**job.record, **predictor.describe()}

@@ -34,6 +34,7 @@ from flyte_ddp.launch.protocol.signals import find_signal
 from flyte_ddp.rank.collectives import entered_collectives
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store, TCPStore
 
 # The share of the time before a stop in which a function may train on to its next save, if it
@@ -153,6 +154,17 @@ class RankProcess:
         """
         self.link.send(Resumed(attempt, turn))
         self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
+
+    def choose_device(self) -> torch.device:
+        """Return this rank's GPU, which its process uses from now on, or the CPU."""
+        import torch
+
+        if not self.node.use_gpus:
+            return torch.device("cpu")
+        # A rank on a MIG slice sees that slice alone, as device 0.
+        device = torch.device("cuda", self.local_rank % max(1, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        return device
 
     def connect(self) -> TCPStore:
         """Return a new connection to the store, which rank 0's process serves. Call it once on

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
+from flyte_ddp.rank.sharding import reshard
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.training.contract import open_datasets, open_model
 from flyte_ddp.training.initial_state import find_state, mismatch
@@ -82,8 +83,9 @@ def evaluate(
     # some ranks may have one more
     num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
     # Buffers are shared before the first pass: another rank would mistake the pass for this.
-    num_passes = parallelism.count_passes(len(shard))
-    # the others may need this rank's part of the weights
+    num_passes = len(shard)
+    if parallelism.is_collective:  # the others may need this rank's part of the weights
+        num_passes = int(max(world.all_gather(num_passes)))
     first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
     indices = [*shard, *(num_passes - len(shard)) * [first]]
     stand_in: list[float]
@@ -97,7 +99,7 @@ def evaluate(
                 num_targets += _count(samples, indices[number], recipe, inputs, targets)
             if number < num_common:
                 on_batch()
-    parallelism.release(model)
+    reshard(model)
     total_loss, total = world.all_reduce(loss_sum, num_targets)
     values = metrics.compute(world, len(samples), total)
     return Evaluation(total_loss / total, values, time.perf_counter() - started)

@@ -21,7 +21,6 @@ from flyte_ddp.checkpoints.assembly import slices
 from flyte_ddp.checkpoints.state import is_split, own_box
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
-from flyte_ddp.rank.sharding import reshard, whole, whole_state
 from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.training import batch_norm
@@ -39,7 +38,6 @@ class FsdpParallelism(Parallelism):
     """A part of the model on each rank; every pass gathers one block after another."""
 
     is_collective = True
-    has_fused_sgd = False  # torch 2.15's fused kernel for SGD takes no split tensors
 
     def prepare_process(self) -> None:
         keep_freed_memory(RETURNED_BYTES)
@@ -146,18 +144,6 @@ class FsdpParallelism(Parallelism):
             place = locate(self.recipe, "model")
             notes = RankNotes(open_store().clone(), "flyte_ddp/layers", self.world)
             PassLayers(model, notes, place).watch()
-
-    def count_passes(self, own: int) -> int:
-        return int(max(self.world.all_gather(own)))
-
-    def release(self, model: nn.Module) -> None:
-        reshard(model)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return whole(tensor)
-
-    def gather_state(self, state: Any) -> Any:
-        return whole_state(state, keep=self.world.is_first)
 
 
 def _fill(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.nested import map_tensors, tensors_in
+from flyte_ddp.rank.sharding import whole
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism, count_parameters
@@ -71,7 +72,7 @@ def take_histograms(model: nn.Module, parallelism: Parallelism) -> dict[str, His
         for kind, tensor in (("parameters", parameter), ("gradients", parameter.grad)):
             if tensor is None:
                 continue
-            values = parallelism.gather(tensor.detach())
+            values = whole(tensor.detach())
             if not parallelism.world.is_first:
                 continue
             histogram = _histogram(values)

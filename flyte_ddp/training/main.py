@@ -36,7 +36,7 @@ from flyte_ddp.rank.data import open_samples, take_sample, weigh_samples
 from flyte_ddp.rank.fast_start import call_around_compilations
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.session import Session
-from flyte_ddp.rank.sharding import count_own_parameters
+from flyte_ddp.rank.sharding import count_own_parameters, whole_state
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
@@ -97,13 +97,8 @@ def _prepare_torch(
     if config.deterministic:
         # Even the call with False imports torch's compiler, so it is left out.
         torch.use_deterministic_algorithms(True)
-    device = torch.device("cpu")
-    if node.use_gpus:
-        # A rank on a MIG slice sees that slice alone, as device 0.
-        device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = not config.deterministic
-    world = World(process.rank, node.world_size, device)
+    torch.backends.cudnn.benchmark = not config.deterministic
+    world = World(process.rank, node.world_size, process.choose_device())
     parallelism = choose_parallelism(get_recipe(name, config.recipe_options), config, world)
     parallelism.prepare_process()
     return parallelism
@@ -191,7 +186,7 @@ def _save_results(trainer: Trainer) -> None:
             predictions = make_predictions(model, trainer.test, parallelism)
             session.reporter.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
-        state = parallelism.gather_state(state)
+        state = whole_state(state, keep=world.is_first)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
     if not world.is_first:
         return

@@ -74,7 +74,7 @@ class Measures:
         progress.seconds = earlier.seconds + sums.seconds
         if self.state.scaler.is_enabled():  # the scaler leaves out steps whose gradient overflows
             return
-        norm = gradient_norm(self.state.model, self.parallelism)
+        norm = gradient_norm(self.state.model)
         if not math.isfinite(norm):
             raise NonFiniteLoss(
                 f"the gradient's norm is {norm} at step {progress.step} (epoch "

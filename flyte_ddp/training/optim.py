@@ -28,9 +28,7 @@ OF_FUNCTIONS = ": a function or a script trains several (docs/recipes.md, Where 
 OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 
 
-def open_optimizer(
-    recipe: Recipe, model: nn.Module, config: TrainingConfig, has_fused_sgd: bool = True
-) -> Optimizer:
+def open_optimizer(recipe: Recipe, model: nn.Module, config: TrainingConfig) -> Optimizer:
     """Return the optimizer of the trained parameters of `model`: the recipe's own, or the
     configured one.
 
@@ -39,7 +37,7 @@ def open_optimizer(
             optimizer.
     """
     if config.optimizer != OWN:
-        return build_optimizer(model, config, recipe.optimizer_groups(model), has_fused_sgd)
+        return build_optimizer(model, config, recipe.optimizer_groups(model))
     place = locate(recipe, "optimizer")
     own = recipe.optimizer(model, config)
     optimizer = check_kind(own, Optimizer, f"{place}: expected an optimizer of torch's")
@@ -107,14 +105,12 @@ def build_optimizer(
     model: nn.Module,
     config: TrainingConfig,
     groups: Sequence[Mapping[str, Any]],
-    has_fused_sgd: bool = True,
 ) -> Optimizer:
     """Return the configured optimizer of the trained parameters of `model`, fused into one kernel
     per step.
 
     Args:
         groups: what `Recipe.optimizer_groups` returns.
-        has_fused_sgd: torch has such a kernel for these parameters.
 
     Raises:
         ConfigError: a trained parameter is in no group, or a group has a setting that is none.
@@ -130,11 +126,12 @@ def build_optimizer(
     # torch's fused kernels take no complex numbers
     is_real = not any(each.is_complex() for group in trained for each in group["params"])
     if config.optimizer == "sgd":
-        # torch 2.15's fused kernel begins with a momentum of random memory where the first step is
-        # one that a scaler leaves out
-        has_fused_sgd = has_fused_sgd and is_real and config.precision != "fp16"
+        # torch 2.15's fused kernel for SGD takes no split tensors. It begins with a momentum of
+        # random memory where the first step is one that a scaler leaves out.
+        is_whole = not any(map(is_split, model.parameters()))
+        is_fused = is_whole and is_real and config.precision != "fp16"
         return torch.optim.SGD(
-            trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=has_fused_sgd
+            trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=is_fused
         )
     optimizer: Callable[..., Optimizer] = torch.optim.AdamW
     if config.optimizer == "adam":

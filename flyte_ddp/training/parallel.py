@@ -59,7 +59,6 @@ class Parallelism:
     """
 
     is_collective = False  # a pass of the bare model, and a save, need all ranks at once
-    has_fused_sgd = True  # torch has a kernel of one launch for these tensors
 
     recipe: Recipe
     config: TrainingConfig
@@ -214,25 +213,6 @@ class Parallelism:
         `EpochFinished`.
         """
         return {}
-
-    # Evaluation, checkpoints, looks at the model
-
-    def count_passes(self, own: int) -> int:
-        """Return how many passes of the bare model each rank has to make, if this rank needs
-        `own`.
-        """
-        return own
-
-    def release(self, model: nn.Module) -> None:
-        """Free the other ranks' parts that passes without gradients have gathered."""
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the whole of a tensor."""
-        return tensor
-
-    def gather_state(self, state: Any) -> Any:
-        """Return nested dicts and lists with whole tensors, which ranks but the first may lack."""
-        return state
 
 
 def large_blocks(model: nn.Module) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import count_samples
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.rank.plan import derived_seed
+from flyte_ddp.rank.sharding import whole
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism
@@ -145,23 +146,22 @@ def _divide_gradients(replica: Any, divisor: float) -> None:
             parameter.grad.div_(divisor)
 
 
-def clip_gradients(model: nn.Module, parallelism: Parallelism, needed: bool) -> float:
-    """Clip the gradient to the configured L2 norm, unless it is 0.
+def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:
+    """Clip the gradient to an L2 norm, unless it is 0.
 
     Returns:
         The norm before that if `needed`, else 0: reading it waits for the device.
     """
-    max_norm = parallelism.config.gradient_clip_norm
     if max_norm:
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     if not needed:
         return 0.0
     if max_norm:
-        return float(parallelism.gather(norm))
-    return gradient_norm(model, parallelism)
+        return float(whole(norm))
+    return gradient_norm(model)
 
 
-def gradient_norm(model: nn.Module, parallelism: Parallelism) -> float:
+def gradient_norm(model: nn.Module) -> float:
     """Return the L2 norm of the whole gradient. Waits for the device."""
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    return float(parallelism.gather(nn.utils.get_total_norm(gradients)))
+    return float(whole(nn.utils.get_total_norm(gradients)))

@@ -29,6 +29,7 @@ from flyte_ddp.events.history import plain
 from flyte_ddp.rank.data import BatchShard, EpochShards, epoch_shards, num_batches
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.session import Session
+from flyte_ddp.rank.sharding import whole
 from flyte_ddp.training.main import keep_beating, main, open_trainer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import gradient_norm
@@ -244,8 +245,7 @@ class Replay(Trainer):
         gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
         scale, norm_of = state.scaler.get_scale(), torch.linalg.vector_norm
         norms = {  # waits for a GPU
-            name: float(self.parallelism.gather(norm_of(each))) / scale
-            for name, each in gradients.items()
+            name: float(whole(norm_of(each))) / scale for name, each in gradients.items()
         }
         weights = nn.utils.get_total_norm([each.detach() for each in parameters.values()])
         if terminal:
@@ -255,13 +255,13 @@ class Replay(Trainer):
             "epoch": self.place[0],
             "num_ranks": world.world_size,
             "loss": float(watched.total or 0.0),
-            "weights_are_finite": math.isfinite(float(self.parallelism.gather(weights))),
+            "weights_are_finite": math.isfinite(float(whole(weights))),
             "first_not_finite": next((first for _, first in every if first), None),
             "samples": [
                 {"index": index, "key": key, "rank": rank, "loss": loss, "largest_value": order[-1]}
                 for order, index, key, loss, rank in worst
             ],
-            "gradient_norm": gradient_norm(state.model, self.parallelism) / scale,
+            "gradient_norm": gradient_norm(state.model) / scale,
             "gradient_norms": norms,
         }
 

@@ -36,7 +36,7 @@ class TrainedState:
     def open(cls, parallelism: Parallelism, model: nn.Module, num_steps: int) -> TrainedState:
         """Return the state before the first of `num_steps` steps."""
         recipe, config = parallelism.recipe, parallelism.config
-        optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
+        optimizer = open_optimizer(recipe, model, config)
         schedule = Schedule(recipe, optimizer, config, num_steps)
         average = WeightAverage(model, config.ema_decay, optimizer)
         return cls(config, model, optimizer, schedule, parallelism.scaler, average)

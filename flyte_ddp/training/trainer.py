@@ -133,7 +133,8 @@ class Trainer:
         norm = math.nan
         if not bad_steps.check_loss(may_wait=needs_norm):
             state.scaler.unscale_(state.optimizer)
-            norm = clip_gradients(state.model, self.parallelism, needs_norm)
+            max_norm = self.parallelism.config.gradient_clip_norm
+            norm = clip_gradients(state.model, max_norm, needs_norm)
             bad_steps.check_gradient(watched, norm)
         if not progress.is_left_out(progress.batch):
             progress.learning_rate = state.schedule.begin_step(progress.step)
