@@ -23,6 +23,7 @@ from flyte_ddp.checkpoints.state import (
     Piece,
     Place,
     are_alike,
+    box_at,
     find_tensors,
     in_mesh,
     is_split,
@@ -153,7 +154,7 @@ class _Assembly:
         )
         if not table:
             return
-        boxes = [_box_at(starts, shape) for _, starts, shape in table]
+        boxes = [box_at(starts, shape) for _, starts, shape in table]
         common = [
             _overlap(self._boxes[number], box)
             for (number, _, _), box in zip(table, boxes, strict=True)
@@ -225,10 +226,6 @@ def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
         slice(each.start - start, each.stop - start)
         for each, start in zip(box, starts, strict=True)
     )
-
-
-def _box_at(starts: Sequence[int], shape: Sequence[int]) -> Box:
-    return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
 
 
 def _overlap(ours: Box, theirs: Box) -> Box:

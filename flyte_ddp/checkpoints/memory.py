@@ -134,10 +134,6 @@ class Part(PartSaved):
         return self.step, self.attempt, self.turn
 
 
-def _new_files() -> list[MemoryFile]:
-    return [MemoryFile() for _ in range(NUM_FILES)]
-
-
 @dataclass(eq=False)
 class NodeMemory:
     """The parts of states in the memory of a node, from one attempt to the next."""
@@ -157,7 +153,8 @@ class NodeMemory:
         self._attempt = attempt
         # A sandbox may forbid memory files, and macOS has none.
         with contextlib.suppress(OSError, AttributeError):
-            self._slots = {rank: _new_files() for rank in ranks}
+            for rank in ranks:
+                self._slots[rank] = [MemoryFile() for _ in range(NUM_FILES)]
         return list(self._parts.values())
 
     @property

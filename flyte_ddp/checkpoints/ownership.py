@@ -24,7 +24,6 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
@@ -134,12 +133,7 @@ class Ownership:
         self._thread = start_thread("ownership", self._beat)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._has_ended.set()
         # The wait is bounded: a process that was asked to stop has seconds, and a store may hang.
         self._thread.join(ANSWER_TIMEOUT)

@@ -237,6 +237,11 @@ def own_box(split: Any) -> Box:
         split.shape, split.device_mesh, split.placements
     )
     assert tuple(split.to_local().shape) == tuple(shape)
+    return box_at(starts, shape)
+
+
+def box_at(starts: Sequence[int], shape: Sequence[int]) -> Box:
+    """Return the box with these starts and this shape."""
     return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
 
 

@@ -127,7 +127,7 @@ def check_version(source: Source, entry: Entry, info: Mapping[str, Any] | None =
         if entry.version and entry.version.partition(" ")[0] != time:
             raise DataError("expected a file as it was when its index was read, got a changed one")
         return
-    if entry.version and not source.is_local(entry.name):
+    if entry.version:
         got = version_of(info or source.info(entry.name))
         if got not in ("", entry.version):
             raise DataError(f"expected version {entry.version} as in the index, got {got}")

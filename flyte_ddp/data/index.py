@@ -112,7 +112,7 @@ def _fill_versions(source: Source, index: ShardIndex) -> ShardIndex:
     for number, name in enumerate(names):
         if source.local_path(name):
             versions[number] = source.stamp(name).encode()
-        elif not versions[number] and not source.is_local(name):
+        elif not versions[number]:
             missing.append(number)
     wanted = [names[number] for number in missing]
     found: dict[str, dict[str, Any]] = {}
@@ -179,7 +179,8 @@ def _find_index(source: Source, url: str) -> tuple[ShardIndex | None, bool]:
         is_own = contents.startswith(b"PK")
         try:
             if is_own:
-                index = _read_own(contents)
+                with np.load(io.BytesIO(contents), allow_pickle=False) as arrays:
+                    index = ShardIndex(**arrays)
             else:
                 index = _read_foreign(contents, source)
             if isinstance(source.place, str):
@@ -190,11 +191,6 @@ def _find_index(source: Source, url: str) -> tuple[ShardIndex | None, bool]:
         _check_names(index.names.tolist())
         return index, is_own
     return None, True
-
-
-def _read_own(contents: bytes) -> ShardIndex:
-    with np.load(io.BytesIO(contents), allow_pickle=False) as arrays:
-        return ShardIndex(**arrays)
 
 
 def _read_foreign(contents: bytes, source: Source) -> ShardIndex:

@@ -373,4 +373,4 @@ class Mixture:
         raise ConfigError(f"sources: {expected}, got {got}")
 
 
-Stream: TypeAlias = Shards | Mixture  # data sets whose samples have an order of their own
+Stream: TypeAlias = Shards | Mixture  # data sets with an order of their own

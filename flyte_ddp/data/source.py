@@ -56,15 +56,11 @@ class Source:
         """
         if isinstance(self.place, str):
             return self._storage("")[0].find()
-
-        def look(name: str) -> dict[str, Any]:
-            try:
-                return self.info(name)
-            except FileNotFoundError:
-                raise DataError(f"data: {self.join(name)}: expected a shard, got no file") from None
-
-        with ThreadPoolExecutor(CONCURRENT_READS) as threads:
-            return dict(zip(self.place, threads.map(look, self.place), strict=True))
+        found = self.look(self.place)
+        for name, info in found.items():
+            if not info:
+                raise DataError(f"data: {self.join(name)}: expected a shard, got no file")
+        return found
 
     def info(self, name: str) -> dict[str, Any]:
         """Return the file system's `info` of a file. Raises FileNotFoundError if it is missing."""
@@ -88,29 +84,23 @@ class Source:
             return dict(zip(names, threads.map(look, names), strict=True))
 
     def stamp(self, name: str) -> str:
-        """Return the times of change and the inode of a file on this machine. Return "" for a
-        missing file or a file in a store.
+        """Return the times of change and the inode of a file on this machine; "" for a missing
+        file.
 
         A stamp is valid in one attempt only: inputs are downloaded anew for each attempt, and each
         node has its own copy.
         """
-        path = self.local_path(name)
-        if not path:
-            return ""
         try:
-            status = os.stat(path)
+            status = os.stat(self.local_path(name))
         except OSError:
             return ""
         return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
     def version(self, name: str, info: Mapping[str, Any]) -> str:
         """Return the version of a file in a store from its `info`; "" for a file on a disk."""
-        if self.is_local(name):
+        if self.local_path(name):
             return ""
         return version_of(info)
-
-    def is_local(self, name: str) -> bool:
-        return self._storage(name)[0].is_local
 
     def local_path(self, name: str) -> str:
         """Return the path of a file on this machine; "" for a file in a store."""

@@ -348,15 +348,8 @@ def _check_output(storage: Storage, facts: Mapping[str, Any], options: Mapping[s
             )
         return
     manifest = json.loads(storage.read(MANIFEST))
-    for field_name, value in facts.items():
-        if manifest.get(field_name) != value:
-            raise ConfigError(
-                f"{field_name}: expected {manifest.get(field_name)!r}, as of the predictions in "
-                f"{storage.url!r}, got {value!r}; others need another output"
-            )
-    made = RecordedConfig({OPTIONS: manifest[OPTIONS]}, manifest.get("hidden"))
-    made.check(
-        flatten(options),
+    RecordedConfig(manifest, manifest.get("hidden")).check(
+        {**facts, **flatten(options)},
         f", as of the predictions in {storage.url!r}",
         "; others need another output",
         f"but the predictions in {storage.url!r} hide it and are of an earlier version: give "

@@ -26,8 +26,9 @@ PLACE = "session.batches: "  # the beginning of each error
 ONE_LOOP = f"{PLACE}epoch: expected None for all but one data set at a time"
 WRITTEN = ", with which the checkpoint was written"
 MAX_CHECKED = 4  # data sets of `batches` that a session remembers
+Position = dict[str, Any]  # a plain value, see `DataPosition`
 # the position before the first batch
-START: dict[str, Any] = {"epoch": 0, "sets": [], "is_over": False, "num_sets": 0, "num_samples": 0}
+START: Position = {"epoch": 0, "sets": [], "is_over": False, "num_sets": 0, "num_samples": 0}
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ class _Loop:
 
     batches: EpochBatches  # the batches that the function asked for
     handled_before: BaseException | None  # the error that was handled when the loop began
-    place: dict[str, Any]  # the position behind the last batch that the loop was given
-    end: dict[str, Any]  # the position behind the loop's data set
+    place: Position  # the position behind the last batch that the loop was given
+    end: Position  # the position behind the loop's data set
 
     def is_over(self, batches: EpochBatches) -> bool:
         """Return whether the loop goes over these batches."""
@@ -109,10 +110,10 @@ class DataPosition:
 
     checks: SampleChecks
     stop: StopAgreement
-    current: dict[str, Any] = field(default_factory=lambda: START)
-    resumed: dict[str, Any] = field(default_factory=lambda: START)  # the checkpoint's
+    current: Position = field(default_factory=lambda: START)
+    resumed: Position = field(default_factory=lambda: START)  # the checkpoint's
     epoch: int | None = None  # the epoch of the loop that began last
-    _saved: dict[str, Any] | None = None  # the position at the last save
+    _saved: Position | None = None  # the position at the last save
     _sets: list[dict[str, Any]] = field(default_factory=list)  # data sets of the epoch so far
     _num_sets: int = 0  # data sets of the epoch before; 0 if that is not known
     _open: _Loop | None = None  # the loop that runs
@@ -120,13 +121,13 @@ class DataPosition:
     # the loop's current batch: its data set, and its first and last place in the epoch
     _given: tuple[EpochBatches, int, int] | None = None
 
-    def resume(self, position: dict[str, Any]) -> None:
+    def resume(self, position: Position) -> None:
         """Go on from the position of a checkpoint."""
         self.current = self.resumed = position
         self._num_sets = position["num_sets"]
 
     @property
-    def to_save(self) -> dict[str, Any]:
+    def to_save(self) -> Position:
         """The position that a save notes.
 
         A loop that was left has ended its epoch, unless an error ended the loop. After a save that

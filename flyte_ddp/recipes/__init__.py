@@ -178,7 +178,7 @@ def get_recipe(name: str | type[Recipe], options: Mapping[str, Any] | None = Non
             imported; it has no such option, or refuses the value; or one of its methods is missing,
             has another name, or takes other parameters.
     """
-    recipe = _with_options(_class_of(name), name_of(name), options or {})
+    recipe = _with_options(_find(name), name_of(name), options or {})
     _check_methods(recipe)
     _check_names(recipe)
     return recipe
@@ -189,12 +189,6 @@ def name_of(recipe: str | type[Recipe]) -> str:
     if isinstance(recipe, str):
         return recipe
     return recipe.__name__
-
-
-def _class_of(name: str | type[Recipe]) -> type[Recipe]:
-    if isinstance(name, str):
-        return _find(name)
-    return name
 
 
 def _with_options(kind: type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
@@ -284,7 +278,7 @@ def _option_types(recipe: Any) -> dict[str, Any]:
 
 def default_options(name: str | type[Recipe]) -> dict[str, Any]:
     """Return the options of a recipe that have a default, with their defaults."""
-    kind: Any = _class_of(name)
+    kind: Any = _find(name)
     defaults: dict[str, Any] = {}
     if not dataclasses.is_dataclass(kind):
         return defaults
@@ -319,7 +313,9 @@ def _make_import_error(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}")
 
 
-def _find(name: str) -> type[Recipe]:
+def _find(name: str | type[Recipe]) -> type[Recipe]:
+    if not isinstance(name, str):
+        return name
     path = path_of(name)
     module_name, _, attribute = path.rpartition(".")
     expected = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sized
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +136,11 @@ def check_contract(
     if config.global_batch_size > size:
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
+    expected = "expected a model of the samples' inputs"
+
+    def call_model(inputs: Any) -> Any:
+        return _call(recipe, "model", expected, model, inputs=inputs)
+
     per_rank = config.batch.size_per_rank(parallelism.world.world_size)
     if parallelism.world.is_first:  # rank 0 warns for all ranks
         _warn_of_mixing(recipe, train)
@@ -145,7 +149,7 @@ def check_contract(
             inputs, targets, num_samples = _read_first(recipe, train, most)
             model.train()
             try:
-                outputs = forward(partial(_call_model, recipe, model), parallelism, inputs)
+                outputs = forward(call_model, parallelism, inputs)
             except Exception:
                 # the pass of a part of the ranks would hang
                 if most == per_rank or parallelism.is_collective:
@@ -173,10 +177,6 @@ def _read_first(recipe: Recipe, train: Samples, num_samples: int) -> tuple[Any, 
     if train.has_own_sizes or hasattr(train.dataset, "UNREADABLE"):  # some may be left out
         num_samples = count_samples(recipe, inputs, targets)
     return inputs, targets, num_samples
-
-
-def _call_model(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
-    return _call(recipe, "model", "expected a model of the samples' inputs", model, inputs=inputs)
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ class HeldOutMetrics:
         dist.all_gather_object(every, own)
         if not world.is_first:
             return
-        every = _on_device([each for each in every if each is not None], world.device)
+        known = [each for each in every if each is not None]
+        every = map_tensors(lambda each: each.to(world.device), known)
         if is_merged_by_batches(metric):
             for batches in every:
                 for predicted, targets in batches:
@@ -244,10 +245,6 @@ def own_state(metric: Any) -> dict[str, bytes]:
 
 def _on_cpu(value: Any) -> Any:
     return map_tensors(lambda each: each.detach().cpu(), value)
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    return map_tensors(lambda each: each.to(device), value)
 
 
 def _flatten(metrics: Any) -> dict[Any, Any]:
