@@ -20,6 +20,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.observers.reports.plots import run_panels
 from flyte_ddp.observers.reports.run import MAX_LINES, Report
+from tests.support.short_run import feed
 
 STARTED = RunStarted("train", 4, 2, 0)
 
@@ -38,7 +39,7 @@ def restarted_run() -> list[Event]:
 def report_of(events: list[Event]) -> Report:
     report = Report("train")
     for event in events:
-        report.handle(event)
+        feed(report, event)
     return report
 
 
@@ -60,12 +61,12 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
     assert "<td>1 <small>in this attempt" in shown
     assert "other ranks" not in shown
     for rank, loss in ((1, 0.25), (2, 0.5), (3, 0.75), (3, 1.5)):
-        report.handle(RankReported(rank, [Reported(10, None, {"loss": loss, "own": 2 * rank})]))
+        feed(report, RankReported(rank, [Reported(10, None, {"loss": loss, "own": 2 * rank})]))
     for text in ("other ranks: 0.75, 0.25 to 1.5", "other ranks: 4, 2 to 6"):
         assert text in report.render().replace("\N{NO-BREAK SPACE}", " ")
-    report.handle(STARTED)
+    feed(report, STARTED)
     assert "other ranks" not in report.render()
-    report.handle(RunFinished(10, 1.0))
+    feed(report, RunFinished(10, 1.0))
     assert report.status == "finished"
 
 

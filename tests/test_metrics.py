@@ -29,7 +29,7 @@ from flyte_ddp.observers.metrics import (
     requested_port,
 )
 from tests.support.prometheus import needs_prometheus, promtool
-from tests.support.short_run import loaded, reported, run_finished, started, whole_run
+from tests.support.short_run import feed, loaded, reported, run_finished, started, whole_run
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -64,12 +64,12 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
             "flyte_ddp_finished": 0,
         }
         for at, event in enumerate(whole_run()[:-12]):
-            run.handle(dataclasses.replace(event, at=time.time() + at))
+            feed(run, dataclasses.replace(event, at=time.time() + at))
         assert 0 < scrape(server)[1]["flyte_ddp_remaining_seconds"] < 60
         for event in whole_run()[-12:]:
-            run.handle(event)
+            feed(run, event)
         # The store does not have this checkpoint.
-        run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))
+        feed(run, CheckpointSaved(13, "file:///c/13.json", False, 0.1))
         text, found = scrape(server)
         assert set(found) == set(METRICS)
         expected = {
@@ -93,11 +93,11 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
             # The run waits for nodes after this attempt.
             (AttemptEnded(12, "a node was lost", 0.0), (0, 1)),
         ):
-            run.handle(event)
+            feed(run, event)
             found = scrape(server)[1]
             assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == stragglers
         for event in (started(), loaded(8), run_finished()):
-            run.handle(event)
+            feed(run, event)
         found = scrape(server)[1]
         expected = {"restarts_total": 1, "step": 8, "finished": 1, "checkpoint_step": 8}
         assert {name: found[f"flyte_ddp_{name}"] for name in expected} == expected
@@ -113,7 +113,7 @@ def test_promtool_accepts_names_help_and_values_of_all_figures():
     run = server.follow(1, recipe="digits", run="f1-n1")
     not_a_number = dataclasses.replace(reported(12), values={"loss": float("nan")})
     for event in (*whole_run(), not_a_number):
-        run.handle(event)
+        feed(run, event)
     text = scrape(server)[0]
     server.close()
     counters = {"flyte_ddp_restarts_total", "flyte_ddp_announced_losses_total"}
@@ -125,7 +125,7 @@ def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(caplog):
     first = MetricsServer(0)
     second = MetricsServer(first.port)
     assert f"metrics are not served: port {first.port}: " in caplog.text
-    second.follow().handle(started())
+    feed(second.follow(), started())
     second.close()
     first.close()
 
@@ -134,7 +134,7 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     server = MetricsServer(0)
     runs = [server.follow(trial=str(number)) for number in (1, 2)]
     for number, run in enumerate(runs):
-        run.handle(loaded(number))
+        feed(run, loaded(number))
     text = scrape(server)[0]
     assert 'flyte_ddp_step{trial="1"} 0.0\nflyte_ddp_step{trial="2"} 1.0\n' in text
     assert text.count("# TYPE flyte_ddp_step gauge") == 1

@@ -36,6 +36,7 @@ from tests.support.runs import fork_functions
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
+    feed,
     loaded,
     replay,
     run_finished,
@@ -208,7 +209,7 @@ def test_events_beyond_the_bound_of_the_queue_end_the_recording(
     lines: list[str] = []
     listener = Mlflow("http://127.0.0.1:1", "tests", "r1", say=lines.append)
     for event in whole_run():
-        listener.handle(event)
+        feed(listener, event)
     is_open.set()
     assert len(lines) == 1
     assert "TimeoutError: it is 4 events behind" in lines[0]

@@ -11,9 +11,11 @@ import re
 import select
 import struct
 import termios
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +43,7 @@ from flyte_ddp.observers.reports.run import Report
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
+    feed,
     loaded,
     predictions_made,
     reported,
@@ -58,13 +61,14 @@ def test_the_time_left_follows_the_pace_of_the_ranks_that_started_last() -> None
     bar, report, state = ProgressBar(stream), Report(), RunState()
     steps = [replace(reported(step), at=now + 100 * step) for step in (1, 2, 3)]
     for event in (started(), loaded(), *steps):
-        for listener in (bar, report, state):
-            listener.handle(event)
+        feed(bar, event)
+        feed(report, event)
+        state.handle(event)
     assert state.seconds_left(now + 300) == pytest.approx(900)
     assert state.seconds_left(now + 400) == pytest.approx(800)
     assert "Time left" in [each.name for each in report.content()["tiles"]]
     bar._next_step_line = 0.0
-    bar.handle(replace(reported(4), at=now + 400))
+    feed(bar, replace(reported(4), at=now + 400))
     assert stream.getvalue().splitlines()[-1].endswith(" left")
     for again in (started(), loaded(2), replace(reported(3), at=now + 500)):
         state.handle(again)
@@ -77,9 +81,9 @@ def test_the_line_about_a_resumed_run_counts_the_steps_that_are_done_again() -> 
     lost = [AttemptEnded(step, "a rank was killed", 0.0) for step in (7, 8, 9, 11)]
     skipped = loaded(4, skipped=["/c/step-8.pt is unusable"])
     for event in (started(), loaded(), lost[0], started(), skipped, lost[1]):
-        bar.handle(event)
+        feed(bar, event)
     for event in (RunStarted("train", 2), loaded(7), lost[2], loaded(9), lost[3], loaded(0)):
-        bar.handle(event)
+        feed(bar, event)
     lines = [line for line in stream.getvalue().splitlines() if "step" in line]
     assert lines == [
         "warning: /c/step-8.pt is unusable",
@@ -94,7 +98,7 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     stream = io.StringIO()
     bar = ProgressBar(stream)
     for event in [*whole_run(), run_finished()]:
-        bar.handle(event)
+        feed(bar, event)
     bar.write("rank 1: a line of its own")
     bar.close(None)
     lines = stream.getvalue().splitlines()
@@ -128,10 +132,10 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
     with os.fdopen(slave, "w") as stream:
         bar = ProgressBar(stream)
         for event in [started(), loaded(), *epoch_of_events(1)]:
-            bar.handle(event)
+            feed(bar, event)
         bar.write("rank 1: a line of its own")
         for event in (started(), loaded(4), *epoch_of_events(2)):  # the ranks were started again
-            bar.handle(event)
+            feed(bar, event)
         bar.close(None)
         contents = b""
         # A terminal passes on parts of the text.
@@ -318,7 +322,7 @@ def test_the_time_and_number_of_announced_losses_are_counted_apart_from_restarts
     )
     figures = RunFigures({})
     for event in told:
-        figures.handle(event)
+        feed(figures, event)
     counted = figures.values()
     assert (counted["flyte_ddp_restarts_total"], counted["flyte_ddp_announced_losses_total"]) == (
         1,
@@ -395,3 +399,87 @@ def test_a_new_observer_sees_the_figures_of_every_program() -> None:
     assert ("step", 4, "loss", 0.25) in table.rows
     assert ("epoch", 1, "accuracy", 0.9) in table.rows
     assert table.rows[-2:] == [("step", 1, "reward", 0.5), ("end", None, "failed", 0.0)]
+
+
+class Both:
+    """Counts the events that it got, and the reports that the state had then."""
+
+    needs_reports = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.may_go_on = threading.Event()
+
+    def handle(self, event: Event, state: RunState) -> None:
+        self.may_go_on.wait()
+        if isinstance(event, Reported):
+            self.seen.append((event.step, state.reports[-1].step))
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+
+def test_a_slow_listener_gets_each_event_with_the_state_that_ends_with_it() -> None:
+    slow, events = Both(), [started(), loaded(), *map(reported, range(1, 9))]
+    with Dispatcher([slow]) as dispatcher:
+        for event in events:
+            dispatcher.emit(event)
+        slow.may_go_on.set()
+    assert slow.seen == [(step, step) for step in range(1, 9)]
+    assert dispatcher.state.reports == events[2:]
+
+
+def test_a_listener_may_take_the_event_alone_or_the_state_too() -> None:
+    seen: dict[str, list[int]] = {name: [] for name in ("alone", "option", "both", "default")}
+
+    def take_alone(event: Event) -> None:
+        seen["alone"].append(event.step)  # type: ignore[union-attr]
+
+    def take_option(event: Event, verbose: bool = False) -> None:
+        assert not verbose
+        take("option", event, None)
+
+    def take(name: str, event: Event, state: RunState | None) -> None:
+        seen[name].append(event.step)  # type: ignore[union-attr]
+        assert state is None or state.last_step == event.step  # type: ignore[union-attr]
+
+    def take_both(event: Event, state: RunState) -> None:
+        take("both", event, state)
+
+    def take_default(event: Event, state: RunState | None = None) -> None:
+        assert state is not None
+        take("default", event, state)
+
+    every: list[Event] = []
+    listeners = [
+        SimpleNamespace(handle=each, close=lambda error: None)
+        for each in (take_alone, take_option, take_both, take_default, every.append)
+    ]
+    with Dispatcher(listeners) as dispatcher:
+        for number in (1, 2):
+            dispatcher.emit(epoch_finished(number))
+    assert list(seen.values()) == [[4, 8]] * 4
+    assert len(every) == 2
+
+
+def test_reports_are_kept_only_for_a_listener_that_asks_for_them() -> None:
+    for listeners, num_reports in (([Table()], 0), ([Table(), Report()], 3)):
+        with Dispatcher(listeners) as dispatcher:
+            for event in (started(), loaded(), *map(reported, (1, 2, 3))):
+                dispatcher.emit(event)
+        assert len(dispatcher.state.reports) == num_reports
+
+
+def test_figures_for_another_thread_are_those_of_the_last_event_that_was_handled() -> None:
+    now, figures, state = time.time(), RunFigures({}), RunState()
+    for event in (started(), loaded(), *(replace(reported(x), at=now + x) for x in (1, 2))):
+        state.handle(event)
+        figures.handle(event, state)
+    before = figures.values()
+    # The state has these events before the listener is called with them.
+    for event in (AttemptEnded(2, "a rank was killed", 0.0), started(), run_finished()):
+        state.handle(event)
+    after = figures.values()
+    assert 0 < after.pop("flyte_ddp_remaining_seconds") <= before.pop("flyte_ddp_remaining_seconds")
+    assert after == before
+    assert after["flyte_ddp_restarts_total"] == 0

@@ -20,7 +20,7 @@ from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.rank.pictures import MAX_BYTES, encode_picture
 from tests.support.recipes import Tiny
 from tests.support.runs import fork_functions, new_run
-from tests.support.short_run import started
+from tests.support.short_run import feed, started
 
 
 def figure() -> Any:
@@ -102,7 +102,7 @@ def test_a_function_shows_the_newest_picture_of_each_name(monkeypatch: pytest.Mo
 def test_a_page_has_the_last_pictures_that_fit() -> None:
     report = Report()
     for event in (started(), *(PictureShown(1, f"<{n}>", b"x" * 200_000) for n in range(60))):
-        report.handle(event)
+        feed(report, event)
     page = report.render()
     assert "the newest of each name; 46 older ones are left out" in page
     assert "&lt;59&gt; <small>" in page

@@ -39,6 +39,7 @@ from flyte_ddp.observers.reports.page import Page, Tile
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from tests.support import sample_run
+from tests.support.short_run import feed
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='alert(3)"
 TWO_MEGABYTES = 2_000_000
@@ -51,7 +52,7 @@ def report_of(
     made = Report()
     made.links["W&B run"] = "https://wandb.ai/team/project/runs/1"
     for event in events:
-        made.handle(event)
+        feed(made, event)
     if closed:
         made.close(error)
     return made
@@ -70,7 +71,7 @@ def test_a_run_that_is_refused_leaves_the_page_of_the_one_before(tmp_path: Path)
         page.write_text("the page of a finished run")
         report = Report(file=page)
         for event in events:
-            report.handle(event)
+            feed(report, event)
         report.close(ConfigError("learning_rate: expected 0.1, got 0.2"))
         assert (page.read_text() == "the page of a finished run") is is_kept
     page.write_text("")  # made for this run
@@ -532,7 +533,7 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
                 (sample_run.epoch(4), 1017),  # The page may take 5 % of 1001 s by then.
             ):
                 clock.now = 100.0 + at
-                made.handle(event)
+                feed(made, event)
                 publisher.handle(event)
                 seen.append(len(decks(sandbox)))
             made.close(rank_failure())
@@ -572,7 +573,7 @@ def test_a_store_that_hangs_keeps_no_event_from_the_listeners_behind_the_deck(
 
         def handle() -> None:
             for event in (sample_run.started(), sample_run.epoch(1), sample_run.epoch(2)):
-                made.handle(event)
+                feed(made, event)
                 publisher.handle(event)
                 clock.now += 100
 

@@ -24,7 +24,7 @@ from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import redact_url, redact_values
 from tests.support.runs import new_run
-from tests.support.short_run import run_finished, started, whole_run
+from tests.support.short_run import feed, run_finished, started, whole_run
 from tests.support.trainers import new_trainer
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
@@ -184,7 +184,7 @@ def by_card(text, tmp_path):
 
 def by_report(text, tmp_path):
     report = Report("digits")
-    report.handle(started(data=text, config={"recipe_options": {"url": text}}))
+    feed(report, started(data=text, config={"recipe_options": {"url": text}}))
     report.close(RuntimeError(text))
     return report.render()
 

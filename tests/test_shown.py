@@ -34,7 +34,7 @@ from flyte_ddp.studies.results import FINISHED, TrialRun
 from flyte_ddp.studies.search import Trial
 from flyte_ddp.task_run import files
 from tasks.train import train_on_one_node
-from tests.support.short_run import epoch_finished, loaded, run_finished, started, whole_run
+from tests.support.short_run import epoch_finished, feed, loaded, run_finished, started, whole_run
 from tests.support.task_context import executing
 
 NAMES = {  # a name that a user gives, and what a page shows of it
@@ -90,7 +90,7 @@ def test_a_page_a_card_and_a_history_take_any_name(name, caplog, tmp_path):
     given, seen = NAMES[name]
     report, history, made = Report(), HistoryFile(tmp_path / "history.jsonl"), run_with(given)
     for event in made:
-        report.handle(event)
+        feed(report, event)
         history.handle(event)
     history.close(None)
     page = report.render().encode().decode()
@@ -128,7 +128,7 @@ def test_ten_thousand_classes_are_shown():
         PredictionsMade(1, [Prediction("1", "2", scores)] * 3),
         run_finished(),
     ]:
-        report.handle(event)
+        feed(report, event)
     assert "guess 2, truth 1" in report.render()
 
 
@@ -146,7 +146,7 @@ def test_labels_as_long_as_documents_are_cut_and_stay_apart():
     ]
     report = Report()
     for event in made:
-        report.handle(event)
+        feed(report, event)
     files = card_files(run_card(RunState.of([*made[:1], epoch_finished(1), *made[1:]])))
     assert prediction.guess[:60] in report.render()
     assert max(len(report.render()), len(files["README.md"])) < 100_000
@@ -182,7 +182,7 @@ def test_figures_that_are_not_finite_are_null_in_json_and_come_back_as_nan(value
         assert back.train_loss == epoch.train_loss
     report = Report()
     for event in read:
-        report.handle(event)
+        feed(report, event)
     assert "not finite" not in report.render()
     strict(card_files(run_card(RunState.of(read)))["run_card.json"])
 

@@ -20,7 +20,7 @@ from flyte_ddp.launch.control.driver import Dispatcher
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import OWN_DIRECTORIES, Wandb
 from tests.support.runs import REPOSITORY
-from tests.support.short_run import run_finished, whole_run
+from tests.support.short_run import feed, run_finished, whole_run
 from tests.support.wandb_log import rows_of
 
 CLOSED, FULL, BROKEN, HUNG_UP = "closed", "full disk", "no reader", "terminal hung up"
@@ -131,7 +131,7 @@ def test_wandb_records_where_home_cannot_be_written(tmp_path, monkeypatch):
     lines: list[str] = []
     wandb = Wandb("project", "run-1", tmp_path, say=lines.append)
     for event in [*whole_run(), run_finished("")]:
-        wandb.handle(event)
+        feed(wandb, event)
     wandb.close(None)
     assert not [line for line in lines if "failed" in line]
     assert rows_of(tmp_path)

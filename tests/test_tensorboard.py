@@ -21,7 +21,7 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.tensorboard import Tensorboard
 from flyte_ddp.storage import Storage
 from tests.support.runs import fork_functions
-from tests.support.short_run import epoch_of_events, loaded, replay, reported, started
+from tests.support.short_run import epoch_of_events, feed, loaded, replay, reported, started
 
 pytest.importorskip("tensorboard")
 
@@ -104,7 +104,7 @@ def test_any_name_of_a_script_makes_an_id_that_trackers_take(tmp_path: Path) -> 
     listeners, _ = make_observers(options, "a:b;c,d#e?f'g h" + "x" * 300 + ".py", ProgressBar())
     (tracker,) = [each for each in listeners if isinstance(each, Tensorboard)]
     for event in [started(), loaded(), reported(1)]:
-        tracker.handle(event)
+        feed(tracker, event)
     tracker.close(None)
     (directory,) = tmp_path.iterdir()
     assert re.fullmatch(r"a-b-c-d-e-f-g-hx+-[0-9a-f]{8}", directory.name)

@@ -310,13 +310,13 @@ def test_a_model_that_cannot_be_read_ends_the_recording_and_the_message_hides_th
 MUTE_AFTER_START = """
 import sys
 from flyte_ddp.observers import weights_and_biases
-from tests.support.short_run import epoch_of_events, replay, started
+from tests.support.short_run import epoch_of_events, feed, replay, started
 from tests.test_weights_and_biases import KEY
 
 weights_and_biases.SHORT_TIMEOUT = 1.0
 say = lambda line: print(line, flush=True)
 listener = weights_and_biases.Wandb("project", "run-1", sys.argv[1], keys={"WANDB_API_KEY": KEY}, say=say)
-listener.handle(started())
+feed(listener, started())
 sys.stdin.readline()
 replay(listener, epoch_of_events(1))
 print("goes on")

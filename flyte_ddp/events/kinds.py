@@ -486,9 +486,25 @@ Event = (
 
 
 class Listener(Protocol):
-    """An observer of a run."""
+    """An observer of a run. One thread calls its methods.
 
-    def handle(self, event: Event) -> None: ...
+    It defines `handle(event)`, or `handle(event, state)` with the `RunState` that contains all
+    events up to this one. The parameter `state` is found by its name. The state changes with the
+    next event, so copy what another thread needs. It has reports, pictures and measurements of
+    nodes only if a listener of the run has `needs_reports = True`.
+
+    Example:
+        # prints the best epoch so far after each epoch
+        class Best(events.Listener):
+            def handle(self, event, state):
+                if isinstance(event, events.EpochFinished):
+                    print(state.best.epoch)
+
+        flyte_ddp.train("digits", {"epochs": 2}, nproc_per_node=1, listeners=[Best()])
+    """
+
+    # `Any`: a user's class may declare one parameter or two.
+    def handle(self, *event_and_state: Any, **_: Any) -> None: ...
 
     def close(self, error: BaseException | None) -> None:
         """Take note of the end, with the error if the run failed."""

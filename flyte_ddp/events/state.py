@@ -230,9 +230,10 @@ class RunState(Listener):
             return 0
         return self.loaded.step
 
-    def seconds_left(self, now: float) -> float | None:
-        """Estimate the seconds from `now` (Unix time) until the last step, by the pace since the
-        first report in this attempt. Return None while the pace or the last step is unknown.
+    @property
+    def ends_at(self) -> float | None:
+        """The estimated Unix time of the last step, by the pace since the first report in this
+        attempt; None while the pace or the last step is unknown.
         """
         if self.started is None or self.finished or len(self._progress) < 2:
             return None
@@ -240,8 +241,15 @@ class RunState(Listener):
         if last_step <= first_step or not self.started.num_steps:
             return None
         step_seconds = (last_at - first_at) / (last_step - first_step)
-        ends_at = last_at + (self.started.num_steps - last_step) * step_seconds
-        return max(0.0, ends_at - now)
+        return last_at + (self.started.num_steps - last_step) * step_seconds
+
+    def seconds_left(self, now: float) -> float | None:
+        """Estimate the seconds from `now` (Unix time) until the last step. Return None while
+        `ends_at` is unknown.
+        """
+        if self.ends_at is None:
+            return None
+        return max(0.0, self.ends_at - now)
 
     def time_spent(self, until: float = 0.0) -> TimeSpent:
         """Return the wall time of the run by purpose, up to the last event, or up to `until` (Unix

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from distributed import Client
     from torch import Tensor
 
+    from flyte_ddp.observers.reports.run import Report
+
 
 @dataclass(frozen=True, repr=False)
 class Trained:
@@ -63,21 +65,16 @@ class Trained:
     model_state_url: str
     card: dict[str, Any]
     export_url: str
-    _run: events.RunState
+    _report: Report
 
     def __repr__(self) -> str:
         figures = {"test_loss": self.best.test_loss, **self.best.metrics}
         shown = ", ".join(f"{name} {value:.5g}" for name, value in figures.items())
-        name = ""
-        if self._run.started:
-            name = self._run.started.name
         best, last = self.best.position, self.epochs[-1].position
-        return f"<Trained {name}: epoch {best:.3g} of {last:.3g} is best, {shown}>"
+        return f"<Trained {self.card['recipe']}: epoch {best:.3g} of {last:.3g} is best, {shown}>"
 
     def _repr_html_(self) -> str:
-        from flyte_ddp.observers.reports.run import Report
-
-        return Report.of(self._run).render_fragment()
+        return self._report.render_fragment()
 
 
 @redact_errors()
@@ -135,14 +132,16 @@ def train(
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, client=client)
     if not checkpoints and not gang.is_on_this_machine:
         raise ConfigError("checkpoints: expected a URL that all machines reach, got none")
-    run = events.RunState()
+    from flyte_ddp.observers.reports.run import Report
+
+    report = Report()
     bars: list[ProgressBar] = []
     relay = None
     if progress:
         bars.append(ProgressBar())
         relay = bars[0].write
     with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
-        card = train_recipe(
+        run = train_recipe(
             recipe,
             resolved,
             gang,
@@ -151,18 +150,18 @@ def train(
             data=data,
             prepared=prepared,
             run_id=run_id,
-            listeners=[*bars, *listeners],
-            state=run,
+            listeners=[*bars, report, *listeners],
             relay=relay,
             origin=origin,
         )
-        assert run.finished is not None  # an unfinished run has raised
+        assert run.finished is not None
         assert run.best is not None
         url, export_url = run.finished.model_state_url, run.finished.export_url
         model_state = from_bytes(read_file(url))
         if not checkpoints:
             url = export_url = ""
-        return Trained(model_state, run.epochs, run.best, url, card, export_url, run)
+        card = run_card(run, **origin)
+        return Trained(model_state, run.epochs, run.best, url, card, export_url, report)
 
 
 def train_recipe(
@@ -178,9 +177,8 @@ def train_recipe(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
     origin: Mapping[str, str] = MappingProxyType({}),
-    state: events.RunState | None = None,
-) -> dict[str, Any]:
-    """Train as `train` does, without loading the model state. Return the run card.
+) -> events.RunState:
+    """Train as `train` does, without loading the model state. Return the run's state.
 
     The data are prepared while the ranks of this machine start, and before a cluster does.
     """
@@ -199,9 +197,8 @@ def train_recipe(
             prepare()
         place = stack.enter_context(gang.open_place(program))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        state = driver.run(job, place, prepare, listeners, relay, state=state)
+        state = driver.run(job, place, prepare, listeners, relay)
         assert state.finished is not None  # an unfinished run has raised
-        card = run_card(state, **origin)
         if is_kept:
-            write_card(state.finished.export_url, card)
-        return card
+            write_card(state.finished.export_url, run_card(state, **origin))
+        return state

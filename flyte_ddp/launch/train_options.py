@@ -74,7 +74,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, directory: Path) -> int:
-    from flyte_ddp import events
     from flyte_ddp.launch.train import train_recipe
     from flyte_ddp.observers.progress_bar import ProgressBar
 
@@ -85,11 +84,10 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
     options.checkpoints = options.checkpoints or str(directory)
     options.history = options.history or str(directory / HISTORY)
     options.report = options.report or str(directory / REPORT)
-    state = events.RunState(keep_reports=False)
     listeners, relay = make_observers(options, options.recipe, ProgressBar())
 
     def train() -> None:
-        train_recipe(
+        state = train_recipe(
             options.recipe,
             config,
             gang,
@@ -98,12 +96,8 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
             run_id=options.run_id,
             listeners=listeners,
             relay=relay,
-            state=state,
         )
-
-    relay(f"outputs: {directory}")
-    status = end_as_shell(train, config.max_hours, resume)
-    if state.finished:
+        assert state.finished is not None  # an unfinished run has raised
         places = {
             "model state": state.finished.model_state_url,
             "export": state.finished.export_url,
@@ -112,7 +106,9 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
         }
         for name, place in places.items():
             sys.stdout.write(f"{name:<14}{_short_path(place)}\n")
-    return status
+
+    relay(f"outputs: {directory}")
+    return end_as_shell(train, config.max_hours, resume)
 
 
 def _short_path(place: str) -> str:

@@ -63,6 +63,7 @@ METRICS = {
 }
 
 NO_STRAGGLERS = {"stragglers": 0, "straggler_factor": 1}
+AT_START = {"finished": 0, "restarts_total": 0, "announced_losses_total": 0, **NO_STRAGGLERS}
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,11 @@ class RunFigures:
     labels: dict[str, str]
     attempt: int = 0
     is_open: bool = True
-    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False))
-    _values: dict[str, float] = field(default_factory=lambda: {"finished": 0, **NO_STRAGGLERS})
+    # copies for the thread that serves them
+    _ends_at: float | None = None  # see `RunState`
+    _values: dict[str, float] = field(default_factory=lambda: dict(AT_START))
 
-    def handle(self, event: Event) -> None:
-        self._state.handle(event)
+    def handle(self, event: Event, state: RunState) -> None:
         figures = event.figures()
         found = {**figures.values, "step": figures.step, "epoch": figures.epoch}
         if isinstance(event, AttemptEnded):
@@ -89,20 +90,18 @@ class RunFigures:
             found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
             # the ranks that wrote another are gone
             found["checkpoint_copied_step"] = found["checkpoint_step"]
+        found["restarts_total"] = max(0, state.num_starts - 1 - state.num_announced_losses)
+        found["announced_losses_total"] = state.num_announced_losses
         known = {name: value for name, value in found.items() if value is not None}
-        # at once, for the thread that serves them
+        self._ends_at = state.ends_at
+        # at once: the other thread sees all values of an event, or no value
         self._values = {**self._values, **known, "last_event_timestamp_seconds": time.time()}
 
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
-        state, left = self._state, self._state.seconds_left(time.time())
-        known = {
-            **self._values,
-            **({} if left is None else {"remaining_seconds": left}),
-            "attempt": self.attempt,
-            "restarts_total": max(0, state.num_starts - 1 - state.num_announced_losses),
-            "announced_losses_total": state.num_announced_losses,
-        }
+        known, ends_at = {**self._values, "attempt": self.attempt}, self._ends_at
+        if ends_at is not None:
+            known["remaining_seconds"] = max(0.0, ends_at - time.time())
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
 
     def close(self, error: BaseException | None) -> None:

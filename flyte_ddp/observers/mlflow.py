@@ -30,7 +30,7 @@ from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import RunFinished, RunStarted, parse_history
+from flyte_ddp.events import RunFinished, RunStarted, RunState, parse_history
 from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.streams import print_line
@@ -230,8 +230,10 @@ def main(arguments: Sequence[str]) -> int:
     place = (options.url, options.experiment, options.run)
     try:
         observer = Mlflow(*place, say=print_line)
-        for event in parse_history(read_file(options.history, "history"), options.history):
+        history = parse_history(read_file(options.history, "history"), options.history)
+        for event in history:
             observer._record(event)
+        observer._state = RunState.of(history)
         status = "FAILED"
         if observer._state.finished:
             status = "FINISHED"

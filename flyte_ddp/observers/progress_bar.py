@@ -46,7 +46,6 @@ class ProgressBar:
     stream: TextIO | None = None  # the output; standard error by default
     lines: TextIO | None = None  # the output of `write`; by default the same
     _bar: Any = None
-    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False))
     _next_step_line: float = 0.0
     _lost_step: int = 0  # step that the attempt before had reached
     _num_epochs: str = ""  # epochs of the whole run, such as "/3"
@@ -60,9 +59,8 @@ class ProgressBar:
         self._lines = Output(self.lines) if self.lines else self._stream
         self._is_live = self._stream.isatty()
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Event, state: RunState) -> None:
         with self._lock:
-            self._state.handle(event)
             match event:
                 case RunStarted():
                     self._start(event)
@@ -72,13 +70,13 @@ class ProgressBar:
                         f"best {self._describe(event.best)} after epoch {event.best_epoch}; {kept}"
                     )
                 case CheckpointLoaded():
-                    self._resume(event)
+                    self._resume(event, state.started)
                 case AttemptEnded():
                     self._lost_step = event.step
                 case _:
                     figures = event.figures()
                     if figures.axis:
-                        self._show_figures(figures)
+                        self._show_figures(figures, state)
 
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""
@@ -111,7 +109,7 @@ class ProgressBar:
             line += f"; data: {event.data}"
         self._print(line)
 
-    def _resume(self, event: CheckpointLoaded) -> None:
+    def _resume(self, event: CheckpointLoaded, started: RunStarted | None) -> None:
         for skipped in event.skipped:
             self._print(f"warning: {skipped}")
         num_again = self._lost_step - event.step
@@ -122,7 +120,7 @@ class ProgressBar:
             line += f": {format_count(num_again, 'step')} again"
         if event.url or num_again > 0:
             self._print(line)
-        started, epoch = self._state.started, 0.0
+        epoch = 0.0
         if event.epochs:
             epoch = event.epochs[-1].position
         if not self._is_live or not started or not started.num_steps:
@@ -142,7 +140,7 @@ class ProgressBar:
             desc=self._label_epoch(epoch),
         )
 
-    def _show_figures(self, figures: Figures) -> None:
+    def _show_figures(self, figures: Figures, state: RunState) -> None:
         """Show every epoch's figures as a line. Show the figures of steps in the bar, or as a line
         from time to time.
         """
@@ -164,7 +162,7 @@ class ProgressBar:
             line = ", ".join(filter(None, [epoch, step]))
             if values:
                 line += f": {values}"
-            seconds = self._state.seconds_left(time.time())
+            seconds = state.seconds_left(time.time())
             if seconds is not None:
                 line += f"; {duration(seconds)} left"
             self._print(line)

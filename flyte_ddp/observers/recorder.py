@@ -82,6 +82,8 @@ class Sender:
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     say: Callable[[str], None] = logger.warning  # prints a line for people
     _recording: Future[None] | None = field(default=None, init=False)  # set by the first event
+    # The run's own state. The thread reads it at the end only, when it changes no more.
+    _state: RunState = field(default_factory=RunState, init=False)
     # events, and at last the status at the end
     _queue: queue.Queue[Event | str] = field(
         default_factory=lambda: queue.Queue(MAX_EVENTS), init=False
@@ -95,17 +97,21 @@ class Sender:
                 status = "FINISHED"
             elif isinstance(error, TrainingStopped):
                 status = "KILLED"
-            self.handle(status)
+            self._put(status)
             if wait([self._recording], self.close_timeout).not_done:
                 self._give_up(TimeoutError(f"it did not finish within {self.close_timeout:.0f} s"))
 
-    def handle(self, event: Event | str) -> None:
-        """Put the event, or the status at the end, into the queue."""
+    def handle(self, event: Event, state: RunState) -> None:
+        self._state = state
+        self._put(event)
+
+    def _put(self, item: Event | str) -> None:
+        """Put an event, or the status at the end, into the queue."""
         if self.is_off:
             return
         self._recording = self._recording or call_in_background(self._work)
         try:
-            self._queue.put_nowait(event)
+            self._queue.put_nowait(item)
         except queue.Full:
             self._give_up(TimeoutError(f"it is {MAX_EVENTS} events behind"))
 
@@ -172,7 +178,7 @@ class Recorder(Sender):
 
     _run: Any = field(default=None, init=False)  # the run, in the form of the service's client
     _waiting: list[Entry] = field(default_factory=list, init=False)  # entries for `_send`
-    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
+    _resumed_step: int | None = field(default=None, init=False)  # of the ranks that started last
 
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         """Open the service's run, or continue it, as `self._run`, and log the configuration of the
@@ -191,7 +197,6 @@ class Recorder(Sender):
     def _record(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._send()
-        self._state.handle(event)
         at = event.at or time.time()
         match event:
             case RunStarted():
@@ -202,9 +207,11 @@ class Recorder(Sender):
                     if value and name not in NOT_IN_CONFIG
                 }
                 config = {**self.config, **event.config, **known, "program": event.name}
+                self._resumed_step = None
                 self._open(event, plain(redact_values(config)))
                 self._known = self._reached
             case CheckpointLoaded():
+                self._resumed_step = event.step
                 for epoch in event.epochs:
                     self._add(epoch)
             case PictureShown():

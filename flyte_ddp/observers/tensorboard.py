@@ -76,18 +76,18 @@ class Tensorboard(Recorder):
     def _log(self, entries: Sequence[Entry]) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        loaded = self._state.loaded
+        resumed = self._resumed_step
         for entry in entries:
             step = entry.step
             if step is None or not entry.axis:
                 continue
-            if self._has_earlier and loaded and entry.axis == "epoch" and step <= loaded.step:
+            if self._has_earlier and resumed and entry.axis == "epoch" and step <= resumed:
                 continue
             if not self._has_start:
                 self._has_start = True
                 first = step
-                if loaded:
-                    first = loaded.step + 1
+                if resumed is not None:
+                    first = resumed + 1
                 self._write(first, session_log=SessionLog(status=SessionLog.START))
             numbers = {}
             for name, value in entry.values.items():

@@ -5,6 +5,7 @@ name.
 from __future__ import annotations
 
 import io
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,9 @@ from flyte_ddp.events import (
     Reported,
     RunFinished,
     RunStarted,
+    RunState,
 )
+from flyte_ddp.launch.control.driver import takes_state
 
 STEPS_PER_EPOCH = 4
 
@@ -128,6 +131,19 @@ def whole_run() -> list[Event]:
 
 
 def replay(listener: Listener, events: list[Event], error: BaseException | None = None) -> None:
-    for event in events:
-        listener.handle(event)
+    feed(listener, *events)
     listener.close(error)
+
+
+_states = weakref.WeakKeyDictionary[Listener, RunState]()
+
+
+def feed(listener: Listener, *events: Event) -> None:
+    """Pass the next events to a listener, each with the state that the run has then."""
+    state = _states.setdefault(listener, RunState())
+    for event in events:
+        state.handle(event)
+        if takes_state(listener):
+            listener.handle(event, state)
+        else:
+            listener.handle(event)

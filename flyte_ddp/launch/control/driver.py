@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import inspect
 import logging
 import threading
 import time
@@ -409,6 +410,10 @@ class Dispatcher:
     _error: BaseException | None = None
     _delivery: concurrent.futures.Future[None] = field(init=False)
 
+    def __post_init__(self) -> None:
+        asks = (getattr(each, "needs_reports", False) for each in self.listeners)
+        self.state.keep_reports |= any(asks)
+
     def emit(self, event: events.Event) -> None:
         """Pass `event` on, with the time: one clock for all of a run's processes."""
         self._put(dataclasses.replace(event, at=time.time()))
@@ -455,7 +460,7 @@ class Dispatcher:
 
     def _deliver(self) -> None:
         self._commit = describe_commit()  # git may take a second, so it runs in this thread
-        active = list(self.listeners)
+        active = [(each, takes_state(each)) for each in self.listeners]
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
@@ -464,17 +469,29 @@ class Dispatcher:
                 event = self._fold()
             if event is None:
                 continue
-            for listener in list(active):
+            for each in list(active):
+                listener, has_state = each
                 try:
-                    listener.handle(event)
+                    if has_state:
+                        listener.handle(event, self.state)
+                    else:
+                        listener.handle(event)
                 except BaseException as error:
                     _log("%s failed and receives no more events of this run", listener, error)
-                    active.remove(listener)
+                    active.remove(each)
         for listener in self.listeners:
             try:
                 listener.close(self._error)
             except BaseException as error:
                 _log("%s could not be closed", listener, error)
+
+
+def takes_state(listener: events.Listener) -> bool:
+    """Return True if the listener's `handle` has a parameter for the state."""
+    try:
+        return "state" in inspect.signature(listener.handle).parameters
+    except Exception:  # a built-in function may have no signature
+        return False
 
 
 def _redact(event: events.Event) -> events.Event:

@@ -48,13 +48,15 @@ PICTURE = Markup(
 
 @dataclass(eq=False)
 class Report(Page):
-    """The report of one run. A listener: give it each event in order."""
+    """The report of one run. A listener."""
 
     progress_label = "optimizer steps done"
+    needs_reports = True
 
     name: str = ""  # title of the report; by default the program's name
     # URLs of the outputs by name; to be set at the end
     outputs: dict[str, str] = field(default_factory=dict)
+    # The run's own state. A page is rendered during an event, or after the last one.
     _state: RunState = field(default_factory=RunState, init=False)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES), init=False)
     # panels of the present state; drawing takes half a second
@@ -72,9 +74,8 @@ class Report(Page):
         """Add a line of the log. Any thread may call this."""
         self._lines.append(shorten(line, MAX_LINE))
 
-    def handle(self, event: Event) -> None:
-        self._state.handle(event)
-        self._panels = None
+    def handle(self, event: Event, state: RunState) -> None:
+        self._state, self._panels = state, None
 
     def close(self, error: BaseException | None) -> None:
         """Record the end of the run. The page of an earlier run stays where this one was refused
