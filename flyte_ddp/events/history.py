@@ -34,14 +34,15 @@ def _restore(value: Any, hint: Any) -> Any:
         return kind(
             **{name: _restore(each, _find_hints(kind)[name]) for name, each in value.items()}
         )
-    if typing.get_origin(hint) not in (list, dict):
-        return math.nan if value is None and hint is float else value
-    part = typing.get_args(hint)[-1]
-    each_value = value.values() if isinstance(value, dict) else value
-    if not dataclasses.is_dataclass(part) and (part is not float or None not in each_value):
-        return value
-    restored = [_restore(each, part) for each in each_value]
-    return dict(zip(value, restored, strict=True)) if isinstance(value, dict) else restored
+    *_, part = Any, *typing.get_args(hint)
+    match value:
+        case None if hint is float:
+            return math.nan
+        case list():
+            return [_restore(each, part) for each in value]
+        case dict():
+            return {name: _restore(each, part) for name, each in value.items()}
+    return value
 
 
 _find_hints = functools.cache(typing.get_type_hints)
