@@ -275,13 +275,8 @@ class Prediction:
         for name in ("truth", "guess"):
             object.__setattr__(self, name, shorten_label(getattr(self, name)))
         object.__setattr__(self, "text", shorten_label(self.text, MAX_SAMPLE_TEXT))
-        if not all(map(_is_label, self.scores)):
-            scores = {shorten_label(name): score for name, score in self.scores.items()}
-            object.__setattr__(self, "scores", scores)
-
-
-def _is_label(name: Any) -> bool:
-    return isinstance(name, str) and name.isascii() and len(name) <= MAX_LABEL
+        scores = {shorten_label(name): score for name, score in self.scores.items()}
+        object.__setattr__(self, "scores", scores)
 
 
 @dataclass(frozen=True)
