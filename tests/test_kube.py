@@ -304,7 +304,7 @@ def test_without_tls_nothing_of_it_is_asked_for() -> None:
 
 def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() -> None:
     driver = Driver("task-pod", "0a1b", "flytesnacks-development", "image", {"node-id": "n1"})
-    place = ("ddp-x-00000000-0", "2c3d", "gpus", "platform")
+    place = ("ddp-x-00000000-0", "2c3d", "platform")
     policy = network_policy(*place, driver)
     own = {"podSelector": {"matchLabels": {"dask.org/cluster-name": "ddp-x-00000000-0"}}}
     operator, home = (

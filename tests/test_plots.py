@@ -230,7 +230,7 @@ def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):
 
 def test_panels_are_saved_as_one_file(tmp_path):
     panels = list(panels_of(sample_run.training()).values())
-    drawing.save_panels(panels, tmp_path / "run.svg", columns=3)
+    drawing.save_panels(panels, tmp_path / "run.svg")
     ElementTree.parse(tmp_path / "run.svg")
     assert all(panel.title in (tmp_path / "run.svg").read_text() for panel in panels)
     drawing.save_panels(panels, tmp_path / "run.png")

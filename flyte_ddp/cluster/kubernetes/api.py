@@ -172,12 +172,12 @@ def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 
             for example because there was no scheduler yet, is not the lost container.
         num_lines: number of lines of a worker's log to return.
     """
+    if config.resolved_kind != "kubernetes":
+        return PodEnd()
     deadline = time.monotonic() + ANSWER_TIMEOUT
     try:
-        namespace = ""
-        if config.resolved_kind == "kubernetes":
-            namespace = target_namespace(config)
-        while namespace:
+        namespace = target_namespace(config)
+        while True:
             pod = find("CoreV1Api", "read_namespaced_pod", name, namespace, patience=0)
             reason = ""
             if pod:

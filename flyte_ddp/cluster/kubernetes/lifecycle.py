@@ -244,7 +244,7 @@ def _create(
                     f"--namespace {namespace} delete daskcluster {name}"
                 )
         uid = made["metadata"]["uid"]
-        policy = network_policy(name, uid, namespace, operator_namespace, driver)
+        policy = network_policy(name, uid, operator_namespace, driver)
         # A policy that exists already is ours too.
         call(
             "NetworkingV1Api", "create_namespaced_network_policy", namespace, policy, ignored=(409,)

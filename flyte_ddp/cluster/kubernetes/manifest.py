@@ -131,7 +131,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
 
 
 def network_policy(
-    name: str, uid: str, namespace: str, operator_namespace: str, driver: Driver | None = None
+    name: str, uid: str, operator_namespace: str, driver: Driver | None = None
 ) -> Object:
     """Return the NetworkPolicy of a cluster's pods. It admits the cluster's own pods, the driver
     and the operator.
@@ -140,7 +140,7 @@ def network_policy(
     deletes the policy with the cluster.
 
     Args:
-        uid: the uid of the DaskCluster called `name` in `namespace`.
+        uid: the uid of the DaskCluster called `name`.
         operator_namespace: the operator's namespace. The operator asks the scheduler whether it is
             idle.
         driver: the driver's pod, which the policy recognizes by its labels. Without labels, any pod

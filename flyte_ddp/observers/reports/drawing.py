@@ -216,11 +216,11 @@ def to_svg(panel: Panel) -> str:
     return svg.replace("'DejaVu Sans'", "system-ui, sans-serif").replace(PAGE_INK, "currentColor")
 
 
-def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
+def save_panels(panels: Sequence[Panel], path: str | Path) -> None:
     """Draw `panels` side by side into one file: SVG, PNG or PDF, by the suffix of `path`."""
     from matplotlib.figure import Figure
 
-    columns, rows = min(columns, len(panels)), math.ceil(len(panels) / columns)
+    columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
     with _settings(Path(path).stem):
         figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
         for index, panel in enumerate(panels):
