@@ -93,7 +93,7 @@ register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; PROJECT=,
 IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
 PINS := requirements.txt requirements-dev.txt
 # Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
-# they started; tests/conftest.py has the order of the files.
+# they started.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements

@@ -84,7 +84,6 @@ def plain_loop(num_epochs=3):
         ("ddp", 2),
         ("fsdp", 2),
         pytest.param("ddp", 1, marks=pytest.mark.long),
-        pytest.param("ddp", 3, marks=pytest.mark.long),
     ],
 )
 def test_the_example_with_all_methods_ends_as_a_plain_loop_also_after_a_kill(
