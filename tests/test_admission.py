@@ -306,7 +306,7 @@ def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(
     assert not (tmp_path / "ran").exists()
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # A laptop has no such variable.
     monkeypatch.setattr(
-        "flyte_ddp.launch.run_options.run_program", lambda *_, **options: (tmp_path / "ran").touch()
+        "flyte_ddp.launch.run_options.run_job", lambda *_, **options: (tmp_path / "ran").touch()
     )
     cluster = '{"kind": "kubernetes", "kubernetes": {"image": "own:1"}}'
     assert main(["run", "--nnodes", "2", "--cluster", cluster, str(script)]) == 0

@@ -34,7 +34,7 @@ from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code, packed_dir
 from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.launch.run import Gang, run_job, script_program
 from flyte_ddp.storage import Storage
 from tests.support.dask_runs import (
     dask_config,
@@ -210,7 +210,7 @@ def test_a_scripts_outputs_are_brought_to_their_url_and_leave_the_workers(client
     url = f"file://{tmp_path}/kept"
     program = script_program(str(tmp_path / "train.py"), ["{outputs}"], outputs=url)
     gang = Gang(2, cluster={"kind": "local", "node_timeout": 60}, client=client)
-    run_program(program, gang, relay=lines.append)
+    run_job(Job(program), gang, relay=lines.append)
     assert (tmp_path / "kept/model").read_text() == "w"
     places = [line.split(" in ")[1] for line in lines if " in " in line]
     assert len(set(places)) == 2

@@ -66,7 +66,7 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
     names = [name for name, _ in decks]
     assert {"Input", "Output", "Source Code"} <= {name.title() for name in names}
     shown = capfd.readouterr().err
-    assert "these fields of task_config change nothing: start_method\n" in shown
+    assert "these fields of Distributed change nothing: start_method\n" in shown
     assert "restart 1 of at most 1" in shown
     assert "SIGKILL" in shown
 

@@ -39,7 +39,6 @@ from flyte_ddp.errors import (
     NodeLost,
     OutOfMemory,
     PreflightError,
-    RankFailure,
 )
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes as nodes_of_dask
@@ -873,14 +872,14 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     )
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
 
-    def look_back(run: driver.Run, failure: RankFailure | None) -> None:
-        if failure:
-            run._look_back(failure)
+    def look_back(run: driver.Run) -> None:
+        if run.job.earlier_failure:
+            run._look_back(run.job.earlier_failure)
 
     monkeypatch.setattr(driver.Run, "drive", look_back)
 
     def begin(pod: str) -> None:
-        driver.run(job, LocalPlace(1), earlier_failure=pod_failure(pod))
+        driver.run(dataclasses.replace(job, earlier_failure=pod_failure(pod)), LocalPlace(1))
 
     begin("")  # the first attempt
     ended |= {"e-n1-0": "OOMKilled", "e-n1-2": "OOMKilled", "e-n1-3": "OOMKilled"}

@@ -17,8 +17,8 @@ from flyte_ddp.launch.control import stalls
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.control.stalls import Suspicion, suspect
 from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
-from flyte_ddp.launch.protocol.programs import Program
-from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.run import Gang, _Call, returned_value, run_job
 from tests.support.errors import raises_one_line
 
 
@@ -28,7 +28,7 @@ def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
         function.__name__, call, ("tests",), needs=Needs(120), left_timeout=left_timeout
     )
     gang = Gang(2 if client else 1, nproc_per_node, 3, stall_timeout=120, client=client)
-    return cloudpickle.loads(returned_value(run_program(program, gang, **options)))
+    return cloudpickle.loads(returned_value(run_job(Job(program), gang, **options)))
 
 
 def begin():

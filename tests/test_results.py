@@ -162,7 +162,7 @@ def test_a_value_is_in_the_result_beside_a_file_that_was_refused(monkeypatch, fo
     def stop(*arguments):
         raise TrainingStopped("SIGINT: stopped")
 
-    monkeypatch.setattr(launch_run, "run_program", stop)
+    monkeypatch.setattr(launch_run, "run_job", stop)
     with pytest.raises(TrainingStopped):
         flyte_ddp.run(send_and_return, 5, **options)
 

@@ -35,7 +35,8 @@ from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.nodes.dask.place import has_own_terminal
-from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.run import Gang, run_job, script_program
 from tests.support.errors import raises_one_line
 from tests.support.runs import hear_hangups, new_run
 
@@ -720,7 +721,8 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     )
     listener = new_run(tmp_path)
     gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60}, client=client)
-    run_program(script_program("jobs/placed.py", ["--lr", "1"]), gang, relay=listener.lines.append)
+    program = script_program("jobs/placed.py", ["--lr", "1"])
+    run_job(Job(program), gang, relay=listener.lines.append)
 
     shipped = [line for line in listener.lines if "runs" in line]
     assert len(shipped) == 2

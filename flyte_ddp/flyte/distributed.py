@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
@@ -20,10 +19,9 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.cluster.admission import check_allowed, load_allowed
-from flyte_ddp.cluster.kubernetes.api import own_namespace
+from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.config.by_value import dumps, pickle
-from flyte_ddp.config.source_code import find_project, find_root, packages_beside
+from flyte_ddp.config.source_code import find_root, packages_beside
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.deck import write_local_decks
@@ -35,9 +33,10 @@ from flyte_ddp.flyte.task import limited_urls, open_task_run
 from flyte_ddp.launch.distributed import Distributed as Distributed
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Program
-from flyte_ddp.launch.run import Gang, returned_value
+from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.storage import check_places
+from flyte_ddp.task_run.distributed import find_variables, run_function
 
 # beginnings of the variables that describe a process's execution; they contain no secrets
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")
@@ -103,11 +102,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         name = self.name.split(".")[-1]
         report = Report(name)
         with flyte_errors():
-            tracking, allowed = config.tracking(), load_allowed(config.allowed)
-        limits: AbstractContextManager[None] = contextlib.nullcontext()
-        # Without such a list, the task may open any URL that its author's code names.
-        if find_project() is not None or "urls" in (config.allowed or {}):
-            limits = limited_urls(allowed.urls, config.tensorboard, config.results)
+            tracking, limits = config.tracking(), config.limit_urls(limited_urls)
         opened = open_task_run(
             report,
             name,
@@ -118,27 +113,24 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             has_outputs=False,
         )
         with limits, opened as run:
-            run.receivers.append(report.add_line)
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)
-            self._say_what_is_ignored(run.say)
+            if self._not_moved:
+                run.say(
+                    f"{self.name}: these options of the task do not reach the pods of its ranks, "
+                    "which have their own in "
+                    f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
+                )
             prefix = context.file_access.raw_output_prefix
             _check_places(gang, inputs, self.interface.outputs, prefix)
             run.limit_time(config.max_hours)
             program = self._program(inputs, prefix, parameters)
-            # Pods cannot reach a directory of this machine.
-            keeps_checkpoints = gang.is_on_this_machine or not is_local
+            fields: dict[str, Any] = {"is_kept": not is_local}
+            if is_local and not gang.is_on_this_machine:
+                fields["checkpoints"] = ""  # Pods cannot reach a directory of this machine.
             self._extend_path()
-            state = run.run(
-                program,
-                gang,
-                labels={"task": name},
-                checkpoints=None if keeps_checkpoints else "",
-                is_kept=not is_local,
-                results=config.results,
-            )
-            run.files.keep_history(report)
-        outputs, decks = unpack(returned_value(state))
+            value = run_function(run, config, program, gang, **fields)
+        outputs, decks = unpack(value)
         for title, html in decks:
             Deck(title, html)
         if is_local and self.enable_deck:  # flytekit itself writes the Decks in a pod
@@ -157,8 +149,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         `inputs`.
         """
         allowed = load_allowed(self.task_config.allowed)
-        if gang.needs_cluster:
-            check_allowed(gang.cluster_config(), allowed, own_namespace())
+        gang.check_allowed(allowed)
         if is_flyte_task():
             check_places(_list_urls(inputs), allowed.urls)
 
@@ -182,27 +173,14 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             output_metadata_prefix=parameters.output_metadata_prefix or "",
             checkpoints=checkpoints,
         )
-        own = {
-            name: value for name, value in os.environ.items() if name.startswith(FLYTE_VARIABLES)
-        }
+        variables = {**find_variables(FLYTE_VARIABLES), **self.environment}
         return Program(
             name=attribute,
             call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
             logging=CallerLogging.read(),
-            needs=Needs(self.task_config.stall_timeout, variables={**own, **self.environment}),
+            needs=Needs(self.task_config.stall_timeout, variables=variables),
         )
-
-    def _say_what_is_ignored(self, say: Callable[[str], None]) -> None:
-        names = self.task_config.list_ignored()
-        if names:
-            say(f"{self.name}: these fields of task_config change nothing: {', '.join(names)}")
-        if self._not_moved:
-            say(
-                f"{self.name}: these options of the task do not reach the pods of its ranks, "
-                "which have their own in "
-                f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
-            )
 
 
 def _check_places(

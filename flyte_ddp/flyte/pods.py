@@ -13,6 +13,7 @@ from flytekit import PodTemplate, Resources
 from flytekit.core.resources import ResourceSpec
 
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
+from flyte_ddp.task_run.distributed import describe_sizes
 
 SHARED_MEMORY = "/dev/shm"
 # name of the container that flytekit completes with the task's image, command and resources
@@ -72,21 +73,13 @@ def read_pod_sizes(options: dict[str, Any]) -> dict[str, Any]:
             value = getattr(requests, name)
         return value
 
-    pods: dict[str, Any] = {}
-    gpus = int(limit_or_request("gpu") or 0)
-    cpus, memory = limit_or_request("cpu"), limit_or_request("mem")
-    shared = options.get("shared_memory")
-    if gpus:
-        pods["gpus_per_node"] = gpus
-    if cpus is not None and str(cpus).endswith("m"):  # thousandths of a core
-        pods["worker_cpus"] = float(str(cpus)[:-1]) / 1000
-    elif cpus is not None:
-        pods["worker_cpus"] = float(str(cpus))
+    memory, shared = limit_or_request("mem"), options.get("shared_memory")
     if memory is not None:
-        pods["worker_memory"] = str(memory)
-    if isinstance(shared, str):
-        pods["shared_memory"] = shared
-    return pods
+        memory = str(memory)
+    if not isinstance(shared, str):
+        shared = None
+    gpus = int(limit_or_request("gpu") or 0)
+    return describe_sizes(limit_or_request("cpu"), memory, gpus, shared)
 
 
 def make_pod_template(grace_seconds: int, ports: Mapping[str, int]) -> PodTemplate:

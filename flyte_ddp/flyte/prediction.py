@@ -50,13 +50,13 @@ def predict(
     check_urls(model_state=model_state, data=location(data), output=output)
     made, url = prediction.predict(
         current_execution(),
-        recipe,
-        model_state,
-        location(data),
-        output,
-        fields,
         cluster,
         num_processes,
+        output,
+        recipe=recipe,
+        model_state=model_state,
+        data=location(data),
+        config=fields,
         batch_size=batch_size,
         part_size=part_size,
     )

@@ -6,9 +6,7 @@ them, and returns rank 0's outputs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +16,14 @@ import cloudpickle  # type: ignore[import-untyped]
 import flyte
 from flyte.extend import TaskPluginRegistry
 
-from flyte_ddp.cluster.admission import check_allowed, load_allowed
-from flyte_ddp.cluster.kubernetes.api import own_namespace
-from flyte_ddp.config.source_code import find_project, packages_beside
+from flyte_ddp.cluster.admission import load_allowed
+from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte2.task import MainThreadTask, flyte_errors, limited_urls, open_task_run
 from flyte_ddp.launch import distributed
-from flyte_ddp.launch.run import function_program, returned_value
+from flyte_ddp.launch.run import function_program
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.task_run.distributed import describe_sizes, find_variables, run_function
 
 # beginnings of the variables that describe a process's action and its store
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "ACTION_NAME")
@@ -109,11 +106,7 @@ class DistributedTask(MainThreadTask):
         config, name = self.plugin_config, self.func.__name__
         report = Report(name)
         with flyte_errors():
-            allowed = load_allowed(config.allowed)
-        limits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        # Without such a list, the task may open any URL that its author's code names.
-        if find_project() or "urls" in (config.allowed or {}):
-            limits = limited_urls(allowed.urls, config.tensorboard, config.results)
+            limits = config.limit_urls(limited_urls)
         with (
             flyte_errors(),
             limits,
@@ -122,46 +115,27 @@ class DistributedTask(MainThreadTask):
             ) as run,
         ):
             gang = config.gang(self.pods)
-            if gang.needs_cluster:
-                check_allowed(gang.cluster_config(), allowed, own_namespace())
-            for ignored in config.list_ignored():
-                print_line(f"{name}: {ignored} of Distributed changes nothing")
+            gang.check_allowed(load_allowed(config.allowed))
             call = RankCall(self.func, flyte.ctx().replace(data=None))
-            own = {
-                name: value
-                for name, value in os.environ.items()
-                if name.startswith(FLYTE_VARIABLES)
-            }
             program = function_program(call, (), inputs, config.stall_timeout)
-            program = program.with_needs(variables={**own, **(self.env_vars or {})})
+            variables = {**find_variables(FLYTE_VARIABLES), **(self.env_vars or {})}
+            program = program.with_needs(variables=variables)
             packages = packages_beside(self.func.__module__)
             program = dataclasses.replace(program, name=name, packages=packages)
-            run.receivers.append(report.add_line)
-            state = run.run(program, gang, labels={"task": name}, results=config.results)
-            run.files.keep_history(report)
-            return cloudpickle.loads(returned_value(state))
+            return cloudpickle.loads(run_function(run, config, program, gang))
 
 
 def read_pod_sizes(resources: flyte.Resources) -> dict[str, Any]:
     """Return the limits among a task's resources as fields of a cluster."""
-    pods: dict[str, Any] = {}
     cpu, memory = resources.cpu, resources.memory
     if isinstance(cpu, tuple):  # (request, limit)
         cpu = cpu[1]
     if isinstance(memory, tuple):
         memory = memory[1]
-    if cpu is not None and str(cpu).endswith("m"):
-        pods["worker_cpus"] = float(str(cpu)[:-1]) / 1000
-    elif cpu is not None:
-        pods["worker_cpus"] = float(str(cpu))
-    if memory is not None:
-        pods["worker_memory"] = memory
-    device = resources.get_device()
-    if device:
-        pods["gpus_per_node"] = device.quantity
-    if resources.shm and resources.shm != "auto":
-        pods["shared_memory"] = resources.shm
-    return pods
+    shared, device = resources.shm, resources.get_device()
+    if shared == "auto":
+        shared = None
+    return describe_sizes(cpu, memory, device and device.quantity, shared)
 
 
 TaskPluginRegistry.register(Distributed, DistributedTask)

@@ -59,13 +59,13 @@ def predict(
     os.environ.update(storage_environment())
     made, url = prediction.predict(
         execution,
-        recipe,
-        model_state,
-        data,
-        output,
-        config,
         nodes,
         num_processes,
+        output,
+        recipe=recipe,
+        model_state=model_state,
+        data=data,
+        config=config,
         batch_size=batch_size,
         part_size=part_size,
     )

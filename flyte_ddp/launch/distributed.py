@@ -5,13 +5,15 @@ kfpytorch's `Elastic`. Knows neither of Flyte's SDKs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.cluster.admission import Allowed
+from flyte_ddp.cluster.admission import Allowed, load_allowed
 from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.config.fields import check, finite_number
+from flyte_ddp.config.source_code import find_project
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.devices import num_gpus
@@ -132,6 +134,22 @@ class Distributed:
         elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
             values["gpus_per_node"] = 0  # the same task, tried out on a machine without GPUs
         return dataclasses.replace(gang, cluster=values)
+
+    def limit_urls(
+        self, limit: Callable[..., AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
+        """Return a block in which the task may open only its own URLs and allowed URLs.
+
+        Args:
+            limit: function of an SDK that returns such a block.
+
+        Raises:
+            ConfigError: settings.toml has a bad table `allowed`.
+        """
+        # Without such a list, the task may open any URL that its author's code names.
+        if find_project() is None and "urls" not in (self.allowed or {}):
+            return nullcontext()
+        return limit(load_allowed(self.allowed).urls, self.tensorboard, self.results)
 
     def tracking(self) -> tuple[str, ...]:
         """Return the arguments of `make_tracker`; () without a tracker. Raises ConfigError as

@@ -8,6 +8,7 @@ docs/your-own-function.md describes the environment of the ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events
+from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config.by_value import dumps, pickle
 from flyte_ddp.config.fields import check_object, finite_number, whole_number
@@ -177,6 +179,13 @@ class Gang:
                 )
         return cluster_config({**given, **values})
 
+    def check_allowed(self, allowed: Allowed) -> None:
+        """Raise ConfigError if `allowed` does not permit the cluster of the gang."""
+        from flyte_ddp.cluster.kubernetes.api import own_namespace
+
+        if self.needs_cluster:
+            check_allowed(self.cluster_config(), allowed, own_namespace())
+
     @contextlib.contextmanager
     def open_place(self, program: Program, name: str = "") -> Iterator[driver.Place]:
         """Yield the place of the gang's ranks, with a cluster for the length of the block if they
@@ -306,7 +315,8 @@ def run(
     listeners = [*bars, *listeners]
     try:
         with show_resume_command(bool(checkpoints)):
-            run_program(program, gang, checkpoints, listeners, relay, run_id, results, state)
+            job = Job(program, checkpoints, run=run_id)
+            run_job(job, gang, None, listeners, relay, results, state)
     except Exception as error:
         if raise_errors or isinstance(error, TrainingStopped):
             raise
@@ -379,26 +389,32 @@ def _check_value(value: Any) -> None:
         raise ConfigError(f"function: {RUNS_NOTHING}, got one that returns an async generator")
 
 
-def run_program(
-    program: Program,
+def run_job(
+    job: Job,
     gang: Gang,
-    checkpoints: str = "",
+    data: Callable[[], str] | None = None,
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
-    run_id: str = "",
     results: Destination | None = None,
     state: events.RunState | None = None,
+    name: str = "",
 ) -> events.RunState:
-    """Run `program` in the ranks of `gang`, start to end. `run` and `driver.run` describe the
-    arguments and errors.
+    """Run the program of `job` in the ranks of `gang`, start to end. `run`, `driver.run` and
+    `Gang.open_place` describe the arguments and errors.
+
+    If the job has no place for checkpoints, it gets a directory for the length of the run if all
+    ranks are on this machine.
     """
-    check_run_id(run_id)
-    with gang.open_place(program) as place, contextlib.ExitStack() as stack:
-        is_kept = bool(checkpoints)
+    check_run_id(job.run)
+    with gang.open_place(job.program, name) as place, contextlib.ExitStack() as stack:
+        checkpoints = job.checkpoints
+        is_kept = job.is_kept and bool(checkpoints)
         if not checkpoints and gang.is_on_this_machine:  # restarts within the run need a place
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
-        job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        return driver.run(job, place, None, listeners, relay, results=results, state=state)
+        job = dataclasses.replace(
+            job, checkpoints=checkpoints, launched_at=time.time(), is_kept=is_kept
+        )
+        return driver.run(job, place, data, listeners, relay, results=results, state=state)
 
 
 def returned_value(state: events.RunState) -> bytes:

@@ -15,16 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flyte_ddp.cluster.admission import check_allowed, load_allowed
-from flyte_ddp.cluster.kubernetes.api import own_namespace
+from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.config.fields import read_object, whole_number
 from flyte_ddp.config.options import add_options
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
-from flyte_ddp.launch.protocol.programs import Program, stop_grace
+from flyte_ddp.launch.protocol.programs import Job, Program, stop_grace
 from flyte_ddp.launch.protocol.signals import TimeLimit
-from flyte_ddp.launch.run import Gang, command_program, run_program, script_program
+from flyte_ddp.launch.run import Gang, command_program, run_job, script_program
 from flyte_ddp.observers.command_line import OBSERVER_OPTIONS, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
@@ -135,19 +134,12 @@ def main(arguments: Sequence[str]) -> int:
     note = note_without_effect(options)
     if note:
         print_line(note)
+    job = Job(program, options.checkpoints or "", run=options.run_id)
     resume = ""
     if options.checkpoints:
         resume = resume_command()
     return end_as_shell(
-        lambda: run_program(
-            program,
-            gang,
-            options.checkpoints or "",
-            listeners,
-            relay,
-            run_id=options.run_id,
-            results=options.results or None,
-        ),
+        lambda: run_job(job, gang, None, listeners, relay, options.results or None),
         options.max_hours,
         resume,
     )
@@ -156,8 +148,8 @@ def main(arguments: Sequence[str]) -> int:
 def check_place(gang: Gang) -> None:
     """Raise ConfigError for a cluster that settings.toml does not allow in the pod of a task."""
     # In a pod, beside a settings.toml, this is the code of a registered version.
-    if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
-        check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
+        gang.check_allowed(load_allowed())
 
 
 def end_as_shell(

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, check_run_id
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import Gang
+from flyte_ddp.launch.run import Gang, run_job
 from flyte_ddp.observers.command_line import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run_card import run_card, write_card
@@ -141,19 +138,12 @@ def train(
         bars.append(ProgressBar())
         relay = bars[0].write
     with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
-        run = train_recipe(
-            recipe,
-            resolved,
-            gang,
-            checkpoints or stack.enter_context(own_directory("checkpoints-")),
-            is_kept=bool(checkpoints),
-            data=data,
-            prepared=prepared,
-            run_id=run_id,
-            listeners=[*bars, report, *listeners],
-            relay=relay,
-            origin=origin,
-        )
+        place = checkpoints or stack.enter_context(own_directory("checkpoints-"))
+        is_kept = bool(checkpoints)
+        job = Job(recipe_program(recipe, resolved), place, run=run_id, is_kept=is_kept)
+        reader = get_recipe(recipe, resolved.recipe_options)
+        prepare = stack.enter_context(open_data(reader, data, prepared))
+        run = train_recipe(job, gang, prepare, [*bars, report, *listeners], relay, origin)
         assert run.finished is not None
         assert run.best is not None
         url, export_url = run.finished.model_state_url, run.finished.export_url
@@ -164,41 +154,44 @@ def train(
         return Trained(model_state, run.epochs, run.best, url, card, export_url, report)
 
 
+@contextlib.contextmanager
+def open_data(recipe: Recipe, source: str, prepared: str = "") -> Iterator[Callable[[], str]]:
+    """Yield the function that prepares a recipe's data at its first call, and returns the
+    directory, which exists for the length of the block.
+
+    Args:
+        source: path or URL for recipes that read data of the user's.
+        prepared: directory of data that are prepared already; "" for none.
+    """
+    if prepared:
+        yield lambda: prepared
+        return
+    with own_directory("data-") as directory:
+
+        @functools.cache
+        def prepare() -> str:
+            prepare_data(recipe, source, Path(directory))
+            return directory
+
+        yield prepare
+
+
 def train_recipe(
-    recipe: str | type[Recipe],
-    config: TrainingConfig,
+    job: Job,
     gang: Gang,
-    checkpoints: str,
-    *,
-    is_kept: bool = True,
-    data: str = "",
-    prepared: str = "",
-    run_id: str = "",
-    listeners: Sequence[events.Listener] = (),
-    relay: Callable[[str], None] | None = None,
+    data: Callable[[], str],
+    listeners: Sequence[events.Listener],
+    relay: Callable[[str], None] | None,
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> events.RunState:
     """Train as `train` does, without loading the model state. Return the run's state.
 
     The data are prepared while the ranks of this machine start, and before a cluster does.
     """
-    program = recipe_program(recipe, config)
-    reader = get_recipe(recipe, config.recipe_options)
-    with contextlib.ExitStack() as stack:
-        directory = prepared or stack.enter_context(own_directory("data-"))
-
-        @functools.cache
-        def prepare() -> str:
-            if not prepared:
-                prepare_data(reader, data, Path(directory))
-            return directory
-
-        if not gang.is_on_this_machine:
-            prepare()
-        place = stack.enter_context(gang.open_place(program))
-        job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        state = driver.run(job, place, prepare, listeners, relay)
-        assert state.finished is not None  # an unfinished run has raised
-        if is_kept:
-            write_card(state.finished.export_url, run_card(state, **origin))
-        return state
+    if not gang.is_on_this_machine:
+        data()
+    state = run_job(job, gang, data, listeners, relay)
+    assert state.finished is not None  # an unfinished run has raised
+    if job.is_kept:
+        write_card(state.finished.export_url, run_card(state, **origin))
+    return state

@@ -19,8 +19,8 @@ from flyte_ddp.config.fields import describe_fields
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.agent.rank_start import start_server
-from flyte_ddp.launch.protocol.programs import check_run_id
-from flyte_ddp.launch.recipe_program import slow_imports
+from flyte_ddp.launch.protocol.programs import Job, check_run_id
+from flyte_ddp.launch.recipe_program import recipe_program, slow_imports
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.launch.run_options import (
     RECIPE_OPTIONS,
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, directory: Path) -> int:
-    from flyte_ddp.launch.train import train_recipe
+    from flyte_ddp.launch.train import open_data, train_recipe
     from flyte_ddp.observers.progress_bar import ProgressBar
 
     new_directory = ""
@@ -87,16 +87,10 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
     listeners, relay = make_observers(options, options.recipe, ProgressBar())
 
     def train() -> None:
-        state = train_recipe(
-            options.recipe,
-            config,
-            gang,
-            options.checkpoints,
-            data=options.data,
-            run_id=options.run_id,
-            listeners=listeners,
-            relay=relay,
-        )
+        program = recipe_program(options.recipe, config)
+        job = Job(program, options.checkpoints, run=options.run_id)
+        with open_data(get_recipe(options.recipe, config.recipe_options), options.data) as data:
+            state = train_recipe(job, gang, data, listeners, relay)
         assert state.finished is not None  # an unfinished run has raised
         places = {
             "model state": state.finished.model_state_url,

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pickle
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,9 @@ from flyte_ddp.config import by_value
 from flyte_ddp.config.fields import check_object, whole_number
 from flyte_ddp.errors import ConfigError, DataError, GangLost, RankFailure, StorageDenied
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import Gang
+from flyte_ddp.launch.run import Gang, run_job
 from flyte_ddp.prediction.job import MANIFEST, RUN, PredictionJob, part_name
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew, name_of, path_of
@@ -205,20 +204,17 @@ def _run(job: PredictionJob, gang: Gang, name: str, directory: str, progress: bo
         is_hidden = True
     with tqdm(unit="part", disable=is_hidden) as bar:
         shown = _Claims(bar)
-        program = _make_program(job)
-        with gang.open_place(program, name) as place, shown.name_part():
-            # All calls use the same name, because the manifest decides if they are alike.
-            run = Job(
-                program,
-                storage.join(RUN),
-                time.time(),
-                "predictions",
-                is_kept=False,
-                output=storage.url,
-            )
-            driver.run(
-                run, place, lambda: directory, [shown], lambda line: bar.write(line, sys.stderr)
-            )
+        # All calls use the same id, because the manifest decides if they are alike.
+        run = Job(
+            _make_program(job),
+            storage.join(RUN),
+            run="predictions",
+            is_kept=False,
+            output=storage.url,
+        )
+        relay = functools.partial(bar.write, file=sys.stderr)
+        with shown.name_part():
+            run_job(run, gang, lambda: directory, [shown], relay, name=name)
     with contextlib.suppress(FileNotFoundError):
         storage.retry(lambda: storage.file_system.rm(storage.path_of(RUN), recursive=True))
 

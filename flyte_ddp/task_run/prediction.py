@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
@@ -17,22 +16,17 @@ from flyte_ddp.task_run.process import launcher_log
 
 def predict(
     execution: Execution,
-    recipe: str,
-    model_state: str,
-    data: str,
-    output: str,
-    config: Mapping[str, Any] | None,
     cluster: ClusterConfig | None,
     num_processes: int,
-    batch_size: int,
-    part_size: int,
+    output: str,
+    **call: Any,
 ) -> tuple[Predictions, str]:
-    """Predict `data`; return the predictions and their URL, and print both.
+    """Predict new data; return the predictions and their URL, and print both.
 
     Args:
-        output: URL; "" for a place of the task's own, in which each attempt continues the last one.
         num_processes: ranks on this machine, if there is no `cluster`; 0 is one for each GPU.
-        batch_size, part_size: the same as in `flyte_ddp.predict`.
+        output: URL; "" for a place of the task's own, in which each attempt continues the last one.
+        call: further arguments of `flyte_ddp.predict`.
     """
     check_requested_gpus()
     url = output or f"{execution.checkpoints}/predictions"
@@ -41,17 +35,12 @@ def predict(
         nnodes = cluster.num_nodes
     with launcher_log(print_line):
         made = predict_data(
-            recipe,
-            model_state,
-            data,
-            url,
-            config=config,
+            output=url,
             nnodes=nnodes,
             nproc_per_node=num_processes or "auto",
             cluster=cluster,
             name=execution.attempt_id,
-            batch_size=batch_size,
-            part_size=part_size,
+            **call,
         )
     print(f"{made.num_rows:,} predictions in {redact_url(url)}")  # noqa: T201
     return made, url

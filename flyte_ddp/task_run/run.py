@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from flyte_ddp.errors import RankFailure
 from flyte_ddp.events import Listener, RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
@@ -86,11 +85,9 @@ class TaskRun:
         data: Callable[[], str] | None = None,
         relay: Callable[[str], None] | None = None,
         labels: Mapping[str, str] = MappingProxyType({}),
-        earlier_failure: RankFailure | None = None,
         origin: Mapping[str, str] = MappingProxyType({}),
-        checkpoints: str | None = None,
-        is_kept: bool = True,
         results: str = "",
+        **fields: Any,
     ) -> RunState:
         """Run the program of this task in `gang`, with all observers. Other arguments and errors
         are the same as in `driver.run`.
@@ -98,13 +95,14 @@ class TaskRun:
         Args:
             labels: labels of the figures for Prometheus.
             origin: fields of the card that MLflow gets, see `run_card`.
-            checkpoints: URL of the checkpoints; "" keeps none; by default the task's own.
-            is_kept: see `Job`.
             results: directory or URL for the files that ranks submit.
+            fields: further fields of `Job`; the checkpoints are by default at the task's own place.
         """
         report = self.report
         assert isinstance(report, Report)
         history_file = self.files.directory / HISTORY
+        fields = {"checkpoints": self.storage.url, "run": self.execution.run_id, **fields}
+        job = Job(program, launched_at=self.opened_at, **fields)
         with gang.open_place(program, self.name) as place:
             listeners: list[Listener] = [self.bar, HistoryFile(history_file)]
             if self.tracking:
@@ -112,19 +110,9 @@ class TaskRun:
                 report.tracker = self.tracker(self.run_id(), origin=origin, history=history)
                 listeners.append(report.tracker)
             listeners += [report, self.publisher, *self.figures(**labels)]
-            url = checkpoints
-            if url is None:
-                url = self.storage.url
-            job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
             try:
                 return driver.run(
-                    job,
-                    place,
-                    data,
-                    listeners,
-                    relay or self.say,
-                    earlier_failure=earlier_failure,
-                    results=results or None,
+                    job, place, data, listeners, relay or self.say, results=results or None
                 )
             except BaseException:
                 self.files.keep_history(report)  # A failed attempt has no outputs.

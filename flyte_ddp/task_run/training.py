@@ -51,14 +51,8 @@ def train(
         failure = pod_failure(run.execution.previous_pod)
     origin = {**describe_origin(run.execution.name), "parent_champion": parent_champion}
     program = recipe_program(recipe, config)
-    state = run.run(
-        program,
-        gang,
-        data,
-        labels={"recipe": program.name},
-        earlier_failure=failure,
-        origin=origin,
-    )
+    labels = {"recipe": program.name}
+    state = run.run(program, gang, data, labels=labels, origin=origin, earlier_failure=failure)
     assert state.finished is not None  # A run that does not finish raises.
     return Trained(state, state.finished, run_card(state, **origin))
 

@@ -112,7 +112,7 @@ def running_browser() -> Iterator[Browser]:
     (reader, commands), (answers, writer) = os.pipe(), os.pipe()
     # Chromium reads commands from descriptor 3 and writes answers to 4, which the pipes may have.
     given = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (reader, writer)]
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         redirect = f'exec "$@" 3<&{given[0]} 4>&{given[1]}'
         process = subprocess.Popen(
             ["bash", "-c", redirect, "bash", CHROMIUM, *FLAGS, f"--user-data-dir={profile}/data"],

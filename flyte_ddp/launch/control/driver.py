@@ -99,7 +99,6 @@ def run(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
     stop: StopRequest | None = None,
-    earlier_failure: RankFailure | None = None,
     results: Destination | None = None,
     state: events.RunState | None = None,
 ) -> events.RunState:
@@ -113,8 +112,6 @@ def run(
         listeners: receive every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints; standard error by default.
         stop: ends the run early when set; by default SIGINT and SIGTERM do.
-        earlier_failure: the failure of an attempt in an earlier process. That process could not
-            report it.
         results: the destination of the files that ranks submit, see `Results`. All files have
             arrived when this returns or raises.
         state: receives all events, even if the run fails; by default a new state that keeps no
@@ -158,7 +155,7 @@ def run(
             own.results = Results(results)
             stack.callback(own.results.close, stop)
         try:
-            own.drive(earlier_failure)
+            own.drive()
         except TrainingStopped as stopped:
             own.say_where_to_resume(stopped)
             raise
@@ -224,10 +221,10 @@ class Run:
             self.check_stop()
         return future.result()
 
-    def drive(self, earlier_failure: RankFailure | None = None) -> None:
+    def drive(self) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
-        if earlier_failure:
-            self._look_back(earlier_failure)
+        if self.job.earlier_failure:
+            self._look_back(self.job.earlier_failure)
         ended = None
         while True:
             attempt = self._begin(ended)

@@ -144,8 +144,8 @@ class Job:
 
     program: Program  # the program that each rank runs
     # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
-    checkpoints: str
-    launched_at: float  # seconds since the epoch
+    checkpoints: str = ""
+    launched_at: float = 0.0  # seconds since the epoch; 0 until `run_job` starts the job
     # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
     run: str = ""
     # token of the driver that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
@@ -159,6 +159,8 @@ class Job:
     is_in_memory: bool = False
     # An attempt of this run ran out of memory. So states are kept in memory only on request.
     ran_out_of_memory: bool = False
+    # failure of an attempt in an earlier process, which could not report it
+    earlier_failure: RankFailure | None = None
 
 
 def check_run_id(run_id: str) -> None:
