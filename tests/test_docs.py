@@ -27,7 +27,7 @@ import pytest
 import flyte_ddp
 from flyte_ddp.__main__ import COMMANDS
 from flyte_ddp.cluster.admission import Allowed
-from flyte_ddp.launch.run_options import CLUSTER_OPTION, OWN_OPTIONS
+from flyte_ddp.launch.run_options import OWN_OPTIONS
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.task_run.settings import Settings, Size
 from tests.support.checkout import copy_repository
@@ -300,7 +300,7 @@ def test_the_lines_of_a_page_are_short_outside_tables_and_code(page):
 
 def test_every_option_of_a_run_is_on_its_page():
     text = (REPOSITORY / "docs/your-own-function.md").read_text()
-    names = [*(name for name, _, _ in OWN_OPTIONS), CLUSTER_OPTION[0], "--nnodes"]
+    names = [*(name for name, _, _ in OWN_OPTIONS), "--nnodes"]
     assert [name for name in names if f"`{name}" not in text] == []
 
 

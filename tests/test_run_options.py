@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import io
 import socket
 import sys
@@ -13,10 +15,14 @@ import pytest
 from torch.distributed import argparse_util
 from torch.distributed.run import get_args_parser
 
+import flyte_ddp
 from flyte_ddp import __main__ as command_line
+from flyte_ddp.config.fields import HELP
 from flyte_ddp.launch import run_options
 from flyte_ddp.launch.agent import output
 from flyte_ddp.launch.agent.output import LogTail
+from flyte_ddp.launch.distributed import Distributed
+from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.progress_bar import ProgressBar
 
 REPOSITORY = Path(__file__).parents[1]
@@ -39,6 +45,23 @@ def flags_of_torchrun():
         for action in get_args_parser()._actions
         if action.option_strings and action.dest != "help"
     ]
+
+
+def test_the_fields_of_a_gang_are_the_same_for_commands_functions_and_tasks():
+    declared = {each.name: each for each in dataclasses.fields(Gang)}
+    for call in (flyte_ddp.run, flyte_ddp.train, flyte_ddp.predict, Distributed):
+        parameters = inspect.signature(call).parameters
+        assert {"nnodes", "nproc_per_node", "cluster"} <= parameters.keys()
+        if call in (flyte_ddp.run, Distributed):
+            for name in parameters.keys() & declared.keys() - {"nnodes"}:
+                assert parameters[name].default == declared[name].default, (call, name)
+    helps = {name: each.metadata[HELP] for name, each in declared.items() if each.metadata}
+    options = [*run_options.RECIPE_OPTIONS, *run_options.OWN_OPTIONS]
+    texts = dict.fromkeys(text.partition(" (default")[0] for _, text, _ in options)
+    flags = {name: given.get("help", "") for name, given in run_options.FLAGS.items()}
+    for name, text in helps.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert text in texts or flags[flag].startswith(text), name
 
 
 def test_every_flag_of_torchrun_is_known_here():

@@ -27,7 +27,7 @@ from flyte_ddp.flyte2.task import (
 )
 from flyte_ddp.flyte2.training import check_inputs, run_training
 from flyte_ddp.launch.agent.devices import check_requested_gpus
-from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.train import open_data
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.promotion.champion import CARD, ChampionStore
@@ -40,7 +40,6 @@ from flyte_ddp.promotion.policy import (
     plan,
 )
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import check_places, read_file
 from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.task_run.origin import code_version
@@ -194,13 +193,12 @@ def keep_champion(retraining: Retraining) -> RetrainingOutputs:
 def _prepare(retraining: Retraining) -> Iterator[Challenge]:
     """Prepare the data of a challenge, for the length of the block."""
     config = config_of(retraining.recipe, json.loads(retraining.config))
-    with own_directory("data-") as directory:
-        recipe = get_recipe(retraining.recipe, config.recipe_options)
-        prepare_data(recipe, retraining.data, Path(directory))
+    recipe = get_recipe(retraining.recipe, config.recipe_options)
+    with open_data(recipe, retraining.data) as prepare:
         yield Challenge(
             recipe=retraining.recipe,
             config=config,
-            directory=Path(directory),
+            directory=Path(prepare()),
             kickoff_time=retraining.kickoff_time,
             code_version=code_version(),
             execution=current_execution().name,

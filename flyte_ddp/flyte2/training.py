@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyte.io import Dir, File
@@ -22,10 +20,10 @@ from flyte_ddp.flyte2.task import (
     project_tracking,
 )
 from flyte_ddp.launch.agent.devices import check_requested_gpus
+from flyte_ddp.launch.train import open_data
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import write_card
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import check_places
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import build_table
@@ -147,18 +145,10 @@ def run_training(
     Args:
         prepared: directory of data that are prepared already.
     """
-    directory = Path(prepared or run.files.directory / "data")
-
-    @functools.cache
-    def prepare() -> str:
-        if not prepared:
-            directory.mkdir()
-            prepare_data(get_recipe(recipe, config.recipe_options), data, directory)
-        return str(directory)
-
-    if cluster:
-        prepare()
-    trained = train_recipe(run, recipe, config, prepare, cluster, num_processes)
+    with open_data(get_recipe(recipe, config.recipe_options), data, prepared) as prepare:
+        if cluster:
+            prepare()
+        trained = train_recipe(run, recipe, config, prepare, cluster, num_processes)
     write_card(trained.finished.export_url, trained.card)
     say_figures(run, trained.state)
     return trained
@@ -195,10 +185,8 @@ def sweep(
     check_trials(trials, nodes)
     report = StudyReport(recipe)
     with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
-        directory = run.files.directory / "data"
-        directory.mkdir()
-        prepare_data(get_recipe(recipe, resolved.recipe_options), data, directory)
-        study.train_trials(run, report, trials, str(directory), nodes, search)
+        with open_data(get_recipe(recipe, resolved.recipe_options), data) as prepare:
+            study.train_trials(run, report, trials, prepare(), nodes, search)
         study.save_history(run, report)
         build_table(report.runs).to_csv(run.files.directory / "results.csv", index=False)
         best, trained = study.best_of(run, report)

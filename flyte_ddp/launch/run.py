@@ -23,7 +23,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +34,7 @@ from flyte_ddp import events
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config.by_value import dumps, pickle
-from flyte_ddp.config.fields import check_object, finite_number, whole_number
+from flyte_ddp.config.fields import check_object, field, finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
@@ -70,30 +70,30 @@ OUTPUTS = "{outputs}"  # text in a script's arguments: the directory of the outp
 class Gang:
     """Number and placement of the ranks of a run, in torchrun's terms.
 
-    Args:
-        nnodes: number of machines; "1:4" for at least 1 and at most 4. One machine needs no
-            cluster. The default is all workers of `client`, or one machine without a client.
-        nproc_per_node: ranks on each machine; "gpu" for one per GPU, "cpu" for one per core, "auto"
-            for one per GPU, or two without GPUs.
-        max_restarts: how often all ranks start again after a rank raised, was killed, hung or was
-            lost, without a new checkpoint in between.
-        cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
-        client: client of an existing Dask cluster.
-        stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
-            it counts from the first `session.report` on.
-        master_port: port where the ranks of one machine meet; 0 for any free port.
+    The command line has an option for each field with a help. `run`, `train`, `predict` and the
+    task `Distributed` have parameters with the same names.
 
     Raises:
         ConfigError: a value has the wrong type or range, or is given twice.
     """
 
-    nnodes: int | str | None = None
-    nproc_per_node: int | str = 1
-    max_restarts: int = 0
-    cluster: ClusterConfig | Mapping[str, Any] | None = None
-    stall_timeout: float = Needs.stall_timeout
-    master_port: int = 0
-    client: Client | None = None
+    # One machine needs no cluster. The default is all workers of `client`, or one machine.
+    nnodes: int | str | None = field(None, help="machines, or a range such as 1:4")
+    nproc_per_node: int | str = field(
+        1, help="ranks on each: a number, gpu, cpu (one per core) or auto (per GPU, else two)"
+    )
+    # counts restarts without a new checkpoint in between, after any end of a rank but success
+    max_restarts: int = field(0, help="restarts of all ranks after a loss")
+    # has the fields of `ClusterConfig`, where `nnodes` is not 1
+    cluster: ClusterConfig | Mapping[str, Any] | None = field(
+        None, help="the machines: JSON, or a YAML or JSON file"
+    )
+    # counts from the first report on; the error has the stacks of all ranks
+    stall_timeout: float = field(
+        Needs.stall_timeout, help="seconds without a session.report until the run is ended"
+    )
+    master_port: int = 0  # port where the ranks of one machine meet; 0 for any free port
+    client: Client | None = None  # client of an existing Dask cluster
 
     def __post_init__(self) -> None:
         if self.nnodes is None:
@@ -482,7 +482,7 @@ class _Call:
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, Any] = field(factory=dict)
 
     def __call__(self) -> bytes:
         function = plain_function(self.function)  # a name may stand for the wrapper again

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flyte_ddp.cluster.admission import load_allowed
-from flyte_ddp.config.fields import read_object, whole_number
-from flyte_ddp.config.options import add_options
+from flyte_ddp.config.fields import HELP, read_object, whole_number
+from flyte_ddp.config.options import Option, add_options
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
@@ -28,6 +28,18 @@ from flyte_ddp.observers.command_line import OBSERVER_OPTIONS, make_observers, r
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import check_url
+
+
+def gang_options(**defaults: Any) -> list[Option]:
+    """Return the options for some fields of `Gang`, by their defaults; "" stands for none."""
+    options = []
+    for name, default in defaults.items():
+        text = Gang.__dataclass_fields__[name].metadata[HELP]
+        if default != "":
+            text += f" (default {str(default).removesuffix('.0')})"
+        options.append((f"--{name.replace('_', '-')}", text, default))
+    return options
+
 
 # With these flags, torchrun's agents on the machines find each other. Here one command starts all
 # machines.
@@ -72,15 +84,9 @@ SHORT = {"--redirects": ["-r"], "--tee": ["-t"], "--module": ["-m"]}
 SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
 # The flags of torchrun that change something, and the options of `add_argument`.
 FLAGS: dict[str, dict[str, Any]] = {
-    "--nnodes": {"default": "1", "help": "machines, or a range such as 1:4 (default 1)"},
-    "--nproc-per-node": {
-        "default": "1",
-        "help": "ranks on each: a number, gpu, cpu or auto (default 1)",
-    },
-    "--max-restarts": {
-        "type": int,
-        "default": 0,
-        "help": "restarts of all ranks after a loss (default 0)",
+    **{
+        name: {"help": text, "default": default, "type": type(default)}
+        for name, text, default in gang_options(nnodes="1", nproc_per_node="1", max_restarts=0)
     },
     "--module": {**SWITCH, "help": "SCRIPT is a module, as for python -m"},
     "--no-python": {**SWITCH, "help": "SCRIPT is a program of any kind"},
@@ -91,28 +97,19 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--standalone": {**SWITCH, "help": "accepted as torchrun's; nothing needs it here"},
 }
-CLUSTER_OPTION = ("--cluster", "the machines: JSON, or a YAML or JSON file", "")
 # The options by which `train` and `predict` take a recipe and place its ranks: name, help, default.
 RECIPE_OPTIONS = (
     ("--config", "fields of the config: JSON, or a YAML or JSON file; options win", ""),
     ("--data", "path or URL, for recipes that read data of yours", ""),
-    ("--nproc-per-node", "ranks: a number, gpu, cpu or auto (default auto)", "auto"),
-    ("--nnodes", "machines, or a range such as 1:4 (default 1)", "1"),
-    CLUSTER_OPTION,
+    *gang_options(nproc_per_node="auto", nnodes="1", cluster=""),
 )
 OWN_OPTIONS = (
-    CLUSTER_OPTION,
+    *gang_options(cluster="", stall_timeout=Gang.stall_timeout),
     (
         "--run-id",
         "the same for all attempts of this run: a retry on another machine takes over its "
         "checkpoints at once",
         "",
-    ),
-    (
-        "--stall-timeout",
-        "seconds without a session.report until the run is ended "
-        f"(default {Needs.stall_timeout:g})",
-        Needs.stall_timeout,
     ),
     ("--results", "directory or URL for the files of session.submit_result", ""),
     ("--max-hours", "until the run is ended, after a final checkpoint (default: no limit)", 0.0),
@@ -216,18 +213,18 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def read_gang_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `Gang` that the options give."""
+    values = {**vars(options), "cluster": read_given("--cluster", options.cluster)}
+    names = Gang.__dataclass_fields__
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
 def read_gang(options: argparse.Namespace) -> Gang:
     """Return the gang of the options. Raises ConfigError for wrong or contradicting flags."""
     if options.checkpoints is not None:
         check_url(options.checkpoints, "--checkpoints")
-    gang = Gang(
-        options.nnodes,
-        options.nproc_per_node,
-        options.max_restarts,
-        read_given("--cluster", options.cluster),
-        options.stall_timeout,
-        options.master_port or 0,
-    )
+    gang = Gang(**read_gang_fields(options))
     if gang.needs_cluster:
         for flag in _given(options, RENDEZVOUS):
             raise ConfigError(

@@ -26,6 +26,8 @@ from flyte_ddp.launch.run_options import (
     RECIPE_OPTIONS,
     check_place,
     end_as_shell,
+    gang_options,
+    read_gang_fields,
     read_given,
 )
 from flyte_ddp.observers.command_line import (
@@ -46,12 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     """Train a recipe, and return the exit status."""
     options, words = _read_options(arguments)
     given = _merge(read_given("--config", options.config) or {}, read_fields(words))
-    gang = Gang(
-        options.nnodes,
-        options.nproc_per_node,
-        options.max_restarts,
-        read_given("--cluster", options.cluster),
-    )
+    gang = Gang(**read_gang_fields(options))
     check_run_id(options.run_id)
     check_url(options.checkpoints or RUNS, "--checkpoints")
     check_place(gang)
@@ -153,14 +150,13 @@ def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of the run, and the words that name fields of its config."""
     fields = "\n".join(f"  --{line}" for line in describe_fields(TrainingConfig))
-    most = ClusterConfig.max_restarts
     parser = make_parser(
         "train",
         "Train a recipe, on this machine or on a Dask cluster.",
         (
             ("recipe", f"{', '.join(BUILTIN)}, or the dotted name of your own", None),
             *RECIPE_OPTIONS,
-            ("--max-restarts", f"of all ranks after a loss (default {most})", most),
+            *gang_options(max_restarts=ClusterConfig.max_restarts),
             (
                 "--checkpoints",
                 "directory or URL: an unfinished run there goes on (default: a new one in "

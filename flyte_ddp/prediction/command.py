@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flyte_ddp.config.options import make_parser
-from flyte_ddp.launch.run_options import RECIPE_OPTIONS, end_as_shell, read_given
+from flyte_ddp.launch.run_options import RECIPE_OPTIONS, end_as_shell, read_gang_fields, read_given
 from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE, Predictions, predict
 from flyte_ddp.storage import redact_url
 
@@ -36,9 +36,7 @@ def main(arguments: Sequence[str]) -> int | str:
             batch_size=options.batch_size,
             part_size=options.part_size,
             config=read_given("--config", options.config) or {},
-            nnodes=options.nnodes,
-            nproc_per_node=options.nproc_per_node,
-            cluster=read_given("--cluster", options.cluster),
+            **read_gang_fields(options),
         )
         made.append(predictions)
 
