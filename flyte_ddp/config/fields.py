@@ -145,8 +145,8 @@ class Checked:
 
 
 def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
-    """Return `value` as `kind`: a number, bool, string, JSON value, config class, or a list, tuple
-    or mapping of such.
+    """Return `value` as `kind`: a number, bool, string, JSON value, config class, a list, tuple or
+    mapping of such, or such or None.
 
     A float may be given as a whole number, and an int as 1e3. Both may be scalars of NumPy or
     torch. "3", true and null are no numbers.
@@ -157,6 +157,10 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return _copy_json(name, value)
+    if type(None) in arguments:
+        if value is None:
+            return None
+        return check(name, value, arguments[0], limits)
     if dataclasses.is_dataclass(kind):
         return _make_object(name, value, kind)
     if origin in (list, tuple):

@@ -86,9 +86,9 @@ def keep_run_id(storage: Storage, new: str) -> str:
     """Return the id of the run for trackers: the one that an earlier attempt kept in `storage`, or
     `new`.
     """
-    for name in (RUN_ID, OLD_RUN_ID):
-        with contextlib.suppress(FileNotFoundError):
-            return storage.read(name).decode()
+    kept = storage.read_if_there(RUN_ID) or storage.read_if_there(OLD_RUN_ID)
+    if kept:
+        return kept.decode()
     storage.write(RUN_ID, new.encode())
     return new
 

@@ -122,10 +122,7 @@ class ChampionStore:
         """Return the contents of `champion.json`, for `manifest`, `load` and `promote`; b"" if
         there is no champion.
         """
-        try:
-            return self.storage.read(POINTER)
-        except FileNotFoundError:
-            return b""
+        return self.storage.read_if_there(POINTER)
 
     def manifest(self, pointer: bytes | None = None) -> Manifest:
         """Return the manifest of the version in use, now or when `pointer` was read.
@@ -135,11 +132,10 @@ class ChampionStore:
                 promotion.
         """
         if pointer is None:
-            return self._read_newest(self.manifest)
-        contents = pointer
-        if not contents and self.last(LAST_CHALLENGE).get("had_champion"):
+            return self.read_newest(self.manifest)
+        if not pointer and self.last(LAST_CHALLENGE).get("had_champion"):
             raise ChampionError(f"{self.storage.join(POINTER)} is missing")
-        named = self.parse(contents)
+        named = self.parse(pointer)
         contents = self._read(named.version, MANIFEST)
         if hashlib.sha256(contents).hexdigest() != named.manifest_sha256:
             raise ChampionError(
@@ -153,7 +149,7 @@ class ChampionStore:
         Raises as `manifest`.
         """
         if pointer is None:
-            return self._read_newest(self.load)
+            return self.read_newest(self.load)
         manifest = self.manifest(pointer)
         contents = self._state(manifest)
         try:  # The checksum proves that these bytes were promoted, not that they are harmless.
@@ -341,7 +337,7 @@ class ChampionStore:
         if storage.is_local:
             storage.file_system.rmdir(storage.root)
 
-    def _read_newest(self, read: Callable[[bytes], Read]) -> Read:
+    def read_newest(self, read: Callable[[bytes], Read]) -> Read:
         """Return what `read` returns for the version in use. Read again if another version was put
         in use meanwhile, because the first may have been pruned.
         """
@@ -445,18 +441,14 @@ def _restore(kind: type[Record], contents: bytes) -> Record:
     """
     record = kind(**_read_object(contents))
     restored: dict[str, Any] = {}
-    for name, declared in typing.get_type_hints(kind).items():
-        value, hint = getattr(record, name), declared
-        if type(None) in typing.get_args(declared) and value is not None:
-            hint = typing.get_args(declared)[0]
+    for name, hint in typing.get_type_hints(kind).items():
+        value = getattr(record, name)
         if hint == dict[str, float] and isinstance(value, dict):
             value = {key: _restore_figure(name, each) for key, each in value.items()}
         elif hint == list[float] and isinstance(value, list):
             value = [_restore_figure(name, each) for each in value]
-        elif value is not None and not (hint == dict[str, Any] and isinstance(value, dict)):
+        else:
             value = check(name, value, hint)
-        elif value is None and type(None) not in typing.get_args(declared):
-            raise TypeError(f"{name}: expected a value, got null")
         restored[name] = value
     return kind(**restored)
 

@@ -305,15 +305,11 @@ def _describe_hold(since: str) -> str:
 
 
 def _load_current(store: ChampionStore) -> CurrentModel:
-    pointer = store.pointer()
     try:
-        return CurrentModel(pointer, *store.load(pointer))
+        return store.read_newest(lambda pointer: CurrentModel(pointer, *store.load(pointer)))
     except NoChampion:
-        return CurrentModel(pointer)
+        return CurrentModel(b"")
     except ChampionError as error:
-        # Another retraining may have promoted a version since the pointer was read.
-        if store.pointer() != pointer:
-            return _load_current(store)
         raise ConfigError(
             f"champion: expected one that can be used, got: {error}. Restore its files, put "
             "another version in use by "

@@ -143,11 +143,7 @@ class Storage:
             tag = ""
             if client:
                 tag = self.retry(lambda: self._tag(name, client.tag))
-            try:
-                current = self.read(name)
-            except FileNotFoundError:
-                current = b""
-            if current != replaced:
+            if self.read_if_there(name) != replaced:
                 raise FileChanged(f"{self.join(name)} was replaced meanwhile")
             if not client:
                 return self.write(name, contents)
@@ -214,6 +210,12 @@ class Storage:
     def read(self, name: str) -> bytes:
         """Return the contents of `name`. Raises FileNotFoundError if there is no such file."""
         return bytes(self.retry(lambda: self.file_system.cat_file(self.path_of(name))))
+
+    def read_if_there(self, name: str) -> bytes:
+        """Return the contents of `name`; b"" if there is no such file."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.read(name)
+        return b""
 
     def delete(self, name: str) -> None:
         """Remove `name`, if it is there."""

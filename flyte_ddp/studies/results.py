@@ -104,10 +104,7 @@ class TrialRun(Listener):
 
     def history(self) -> bytes:
         """Return the trial's events as JSON lines, of one that failed too; b"" if it has none."""
-        try:
-            return "".join(self._history).encode() or Storage(self.url).read(OUTCOME)
-        except FileNotFoundError:
-            return b""
+        return "".join(self._history).encode() or Storage(self.url).read_if_there(OUTCOME)
 
     def handle(self, event: Event) -> None:
         self.state.handle(event)

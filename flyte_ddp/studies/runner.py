@@ -123,12 +123,11 @@ class Entries:
         """
         if not self.search.note:
             return drawn
-        try:
-            values = json.loads(Storage(self._place(drawn)).read(self.search.note))
-        except FileNotFoundError:
+        note = Storage(self._place(drawn)).read_if_there(self.search.note)
+        if not note:
             return drawn
         self.recalled.add(drawn.number)
-        return drawn.with_values(values)
+        return drawn.with_values(json.loads(note))
 
     def _replace(self, drawn: Trial, values: Mapping[str, Any]) -> Trial | None:
         """Return the trial of suggested values if it is a valid one, and none of the others."""
