@@ -20,10 +20,10 @@ from pyarrow import parquet
 
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.recipes.text import corpus, shards
+from flyte_ddp.recipes.text import corpus, token_files
 from flyte_ddp.recipes.text.corpus import Corpus
-from flyte_ddp.recipes.text.shards import HELD_OUT_FILE as HELD_OUT
-from flyte_ddp.recipes.text.shards import TRAIN_FILE as TRAIN
+from flyte_ddp.recipes.text.token_files import HELD_OUT_FILE as HELD_OUT
+from flyte_ddp.recipes.text.token_files import TRAIN_FILE as TRAIN
 from flyte_ddp.recipes.text.tokens import byte_tokenizer, read_tokenizer, train_tokenizer
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state
 from tests.support import sample_run
@@ -123,7 +123,7 @@ def test_pieces_join_to_the_documents_whatever_lies_on_their_borders(
 
 def test_a_long_document_is_on_one_side_wherever_it_lies(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "MAX_PIECE", 64)
-    monkeypatch.setattr(shards, "MAX_PIECE", 64)
+    monkeypatch.setattr(token_files, "MAX_PIECE", 64)
     texts = [f"{number} is a number. " * (3 + number % 7) for number in range(60)]
     held_out = []
     for place in ("a", "b"):
@@ -234,9 +234,9 @@ import resource, sys
 from pathlib import Path
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.recipes.text import shards
+from flyte_ddp.recipes.text import token_files
 
-shards.BPE_SAMPLE = 4 << 20  # to save time
+token_files.BPE_SAMPLE = 4 << 20  # to save time
 source, directory, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 recipe = get_recipe("text", {"tokens": sys.argv[4], "separator": sys.argv[5], "vocabulary": 1024})
 prepare_data(get_recipe("text"), "", Path(sys.argv[6]))  # imports what is needed before the limit counts

@@ -122,7 +122,7 @@ class Text(Recipe):
         require("recipe text", "tokenizers", "transformers")
         from flyte_ddp.recipes.text import pretrained
         from flyte_ddp.recipes.text.corpus import Corpus
-        from flyte_ddp.recipes.text.shards import prepare_shards
+        from flyte_ddp.recipes.text.token_files import prepare_shards
         from flyte_ddp.recipes.text.windows import prepare_windows, read_window_note
 
         corpus = Corpus(source, self.separator, self.files, self.column)
@@ -157,7 +157,7 @@ class Text(Recipe):
             ConfigError: the model has another tokenizer than the shards.
         """
         from flyte_ddp.recipes.text import tokens
-        from flyte_ddp.recipes.text.shards import sample_texts
+        from flyte_ddp.recipes.text.token_files import sample_texts
 
         is_models = self.tokens == "auto" and bool(self.pretrained)
         if written:
@@ -198,7 +198,7 @@ class Text(Recipe):
         import torch
         from torch.utils.data import TensorDataset
 
-        from flyte_ddp.recipes.text.shards import (
+        from flyte_ddp.recipes.text.token_files import (
             FACTS_FILE,
             HELD_OUT_FILE,
             TRAIN_FILE,

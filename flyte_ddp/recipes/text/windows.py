@@ -30,7 +30,7 @@ from flyte_ddp.data.write import (
 )
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.base import Recipe
-from flyte_ddp.recipes.text.shards import FACTS_FILE, HELD_OUT_FILE, TRAIN_FILE, read_windows
+from flyte_ddp.recipes.text.token_files import FACTS_FILE, HELD_OUT_FILE, TRAIN_FILE, read_windows
 from flyte_ddp.recipes.text.tokens import read_tokenizer
 from flyte_ddp.storage import Storage, compute_sha256, redact_url
 
