@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.measure import Row, Variant, compare, machine, show_rows, table
 from benchmarks.mnist_like import MnistLike
 from benchmarks.variants import BATCH_SIZE, PREPARED
-from flyte_ddp.launch.agent.devices import num_cores
+from flyte_ddp.process.devices import num_cores
 from flyte_ddp.recipes.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]

@@ -35,7 +35,6 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
-from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.launch.agent.main import DriverLink
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import worker
@@ -44,6 +43,7 @@ from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.process.devices import num_cores
 from flyte_ddp.rehearsal.faults import Nodes, send_to_all
 
 NUM_NODES = (4, 16, 64)

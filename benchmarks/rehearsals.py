@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from flyte_ddp.launch.agent.rank_start import start_server
-from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.rehearsal import runs
 from flyte_ddp.rehearsal.command import find_program
 from flyte_ddp.rehearsal.verdict import Verdict, judge
@@ -524,7 +524,7 @@ def rehearse(script: Path, arguments: Sequence[str], faults: Sequence[str]) -> V
     imported.
     """
     titles = {name: TITLES[name] for name in faults}
-    with own_directory("rehearsal-") as directory, mock.patch.object(runs, "TITLES", titles):
+    with temporary_directory("rehearsal-") as directory, mock.patch.object(runs, "TITLES", titles):
         make, data = find_program(str(script), arguments, "", directory)
         rehearsal = runs.Rehearsal(make, data, MODULES, Path(directory), 2, 120.0)
         return judge(list(rehearsal.rehearse()))

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from flyte_ddp.prediction.predict import predict
     from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
-    from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+    from flyte_ddp.recipes.problems import MultiLabel, Regression, Segmentation
     from flyte_ddp.studies.sweep import sweep
 
 _HOMES = {
     "DataError": "flyte_ddp.errors",
-    "MultiLabel": "flyte_ddp.recipes.tasks",
+    "MultiLabel": "flyte_ddp.recipes.problems",
     "Recipe": "flyte_ddp.recipes.base",
-    "Regression": "flyte_ddp.recipes.tasks",
-    "Segmentation": "flyte_ddp.recipes.tasks",
+    "Regression": "flyte_ddp.recipes.problems",
+    "Segmentation": "flyte_ddp.recipes.problems",
     "load_champion": "flyte_ddp.promotion.champion",
     "predict": "flyte_ddp.prediction.predict",
     "run": "flyte_ddp.launch.run",

@@ -24,7 +24,7 @@ from flyte_ddp.errors import (
     RankFailure,
     StorageUnavailable,
 )
-from flyte_ddp.observers.streams import open_standard_streams, print_line
+from flyte_ddp.process.standard_streams import open_standard_streams, print_line
 
 # Each command's function and its line in the help. The function takes the arguments after the
 # command's name, and returns the exit status or the text to print.
@@ -50,11 +50,11 @@ COMMANDS = {
         "predict new data with a trained model, on this machine or on a Dask cluster",
     ),
     "shards": (
-        "flyte_ddp.recipes.shards:main",
+        "flyte_ddp.recipes.shards_command:main",
         "write images in folders, text, or Parquet files, to shards in a random order",
     ),
     "estimate": (
-        "flyte_ddp.training.estimate:main",
+        "flyte_ddp.rehearsal.estimate:main",
         "estimate a recipe's seconds per epoch and memory, by one step",
     ),
     "fields": (
@@ -148,14 +148,14 @@ def print_result(text: str) -> int:
 
 def describe_version() -> str:
     """Return the version of this package, and the commit of a checkout."""
-    from flyte_ddp.config import project
+    from flyte_ddp.project import new
 
-    version, commit = project.find_version()
+    version, commit = new.find_version()
     return f"flyte-ddp {version}, {commit}"
 
 
 def make_project(arguments: Sequence[str]) -> str:
-    from flyte_ddp.config import project
+    from flyte_ddp.project import new
 
     options = make_parser(
         "new",
@@ -164,7 +164,7 @@ def make_project(arguments: Sequence[str]) -> str:
             ("directory", "of the project", None),
             (
                 "--with",
-                f"more workflows, some of {', '.join(project.PARTS)}, separated by commas",
+                f"more workflows, some of {', '.join(new.PARTS)}, separated by commas",
                 "",
             ),
             ("--function", "a function, instead of a recipe", False),
@@ -173,14 +173,14 @@ def make_project(arguments: Sequence[str]) -> str:
         ),
     ).parse_args(arguments)
     parts = [part for part in vars(options)["with"].split(",") if part]
-    lines = project.make_project(
+    lines = new.make_project(
         options.directory, parts, options.function, options.wheel, options.flyte
     )
     return "\n".join(lines)
 
 
 def print_manifests(arguments: Sequence[str]) -> str:
-    from flyte_ddp.config import project
+    from flyte_ddp.project import new
 
     options = make_parser(
         "deploy",
@@ -191,7 +191,7 @@ def print_manifests(arguments: Sequence[str]) -> str:
             ("--new-namespace", "make the namespace, too, where Flyte does not", False),
         ),
     ).parse_args(arguments)
-    return project.manifests(options.namespace, options.image, not options.new_namespace)
+    return new.manifests(options.namespace, options.image, not options.new_namespace)
 
 
 def list_fields(arguments: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from flyte_ddp.config.background import call_in_background
+from flyte_ddp.process.threads import call_in_background
 
 T = TypeVar("T")
 

@@ -19,7 +19,6 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.__main__ import main
-from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.config import TrainingConfig
@@ -30,9 +29,10 @@ from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.flyte.retraining import Retraining
 from flyte_ddp.flyte.task import check_cluster, check_config, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
+from flyte_ddp.project.admission import Allowed, check_allowed
+from flyte_ddp.project.settings import load_settings
 from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.storage import check_places
-from flyte_ddp.task_run.settings import load_settings
 from tasks.retrain import keep_champion
 from tasks.script import run_script
 from tasks.train import prepare, train_on_one_node
@@ -282,7 +282,7 @@ def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(
         call(kubernetes={"env": {"LD_PRELOAD": "x"}})
     call(kubernetes={"env": {"LD_PRELOAD": "x"}}, allowed={"env": ["LD_PRELOAD"]})
     # These are the settings of a project without any.
-    monkeypatch.setattr("flyte_ddp.cluster.admission.read_settings", dict)
+    monkeypatch.setattr("flyte_ddp.project.admission.read_settings", dict)
     call(
         kubernetes={"env": {"NCCL_DEBUG": "INFO"}, "env_from_secrets": ["store"]},
         file="https://example.com/file",

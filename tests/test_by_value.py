@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import flyte_ddp
-from flyte_ddp.config import source_code
-from flyte_ddp.config.by_value import Checksum, dumps, pickle
+from flyte_ddp.code import source_code
+from flyte_ddp.code.by_value import Checksum, dumps, pickle
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import function_program

@@ -19,7 +19,12 @@ from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import Recipe, config_of, list_class_names
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage.weights import class_names_of, from_bytes, save_safetensors, with_class_names
+from flyte_ddp.storage.state_dict_file import (
+    class_names_of,
+    from_bytes,
+    save_safetensors,
+    with_class_names,
+)
 from flyte_ddp.training.initial_state import load_initial_state
 from tests.support.errors import raises_one_line
 from tests.support.runs import new_run

@@ -18,10 +18,10 @@ from torchmetrics import Metric, PearsonCorrCoef
 
 from flyte_ddp.events.intervals import MIN_DIFFERENCES, find_bounds
 from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.promotion.comparison import Measurement, compare
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge
 from flyte_ddp.recipes import Recipe, config_of
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.training.comparison import Measurement, compare
 from flyte_ddp.training.metrics import can_merge
 
 pytestmark = pytest.mark.usefixtures("server_with_metrics")
@@ -327,7 +327,7 @@ def test_the_ends_of_an_interval():
 
 def test_groups_of_samples_are_left_out_of_many(monkeypatch):
     """The figures are computed anew for each group, which would take minutes for each sample."""
-    monkeypatch.setattr("flyte_ddp.training.comparison.MAX_GROUPS", 50)
+    monkeypatch.setattr("flyte_ddp.promotion.comparison.MAX_GROUPS", 50)
     recipe = Numbers(size=430)
     better, worse = (
         measure(recipe, *weights, monitored="test_loss") for weights in ((0.9, 0.1), (0.3, -0.8))

@@ -19,12 +19,12 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes
+from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.nodes.dask.placement import assign_nodes
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.storage import read_file
-from flyte_ddp.storage.weights import from_bytes
+from flyte_ddp.storage.state_dict_file import from_bytes
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,

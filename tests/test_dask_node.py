@@ -28,7 +28,7 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.flyte.scripts import pack_script
 from flyte_ddp.launch.agent import main
-from flyte_ddp.launch.nodes.dask import roll_call, worker
+from flyte_ddp.launch.nodes.dask import discovery, worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code, packed_directory
 from flyte_ddp.launch.protocol.messages import NodeJob
@@ -153,12 +153,12 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
 def test_workers_with_other_versions_are_refused_or_left_out_if_they_join_in_mid_run(
     client, monkeypatch, caplog
 ):
-    roll = roll_call.RollCall(client, "run")
+    roll = discovery.WorkerDiscovery(client, "run")
     assert len(roll.present_workers()) == 2
     joined = client.scheduler_info(n_workers=-1)["workers"].popitem()[0]
     roll.known.discard(joined)
     for package, ours in (("python", "3.9"), ("torch", "1.0")):
-        monkeypatch.setattr(roll_call, "own_versions", lambda each={package: ours}: each)
+        monkeypatch.setattr(discovery, "own_versions", lambda each={package: ours}: each)
         with pytest.raises(
             ConfigError, match=rf"{package} {ours}, .* got \d\S+ on worker \d at tcp://"
         ):

@@ -17,11 +17,12 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import NodeMeasured
-from flyte_ddp.launch.agent import devices, supervisor
-from flyte_ddp.launch.nodes.dask.placement import assign_nodes
+from flyte_ddp.launch.agent import supervisor
+from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.process import devices
 from tests.support.dask_runs import worker
 from tests.support.errors import raises_one_line
 

@@ -26,10 +26,10 @@ import pytest
 
 import flyte_ddp
 from flyte_ddp.__main__ import COMMANDS
-from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.launch.run_options import OWN_OPTIONS
+from flyte_ddp.project.admission import Allowed
+from flyte_ddp.project.settings import Settings, Size
 from flyte_ddp.recipes import Recipe, get_recipe
-from flyte_ddp.task_run.settings import Settings, Size
 from tests.support.checkout import copy_repository
 from tests.support.image_store import image_tree, write_tree
 
@@ -363,7 +363,7 @@ def test_each_walk_through_the_code_names_what_is_there():
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
     from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
     from flyte_ddp.config import TrainingConfig
-    from flyte_ddp.task_run.settings import load_settings
+    from flyte_ddp.project.settings import load_settings
 
     settings = load_settings(environment={})
     assert (settings.profile, settings.training.timeout_hours) == (

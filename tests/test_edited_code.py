@@ -12,7 +12,7 @@ import types
 import pytest
 
 import flyte_ddp
-from flyte_ddp.config import source_code
+from flyte_ddp.code import source_code
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import list_code, recipe_version

@@ -18,7 +18,7 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent.link import Link
-from flyte_ddp.launch.nodes.dask import growth, place
+from flyte_ddp.launch.nodes.dask import place, scale_up
 from flyte_ddp.launch.protocol.messages import Go, Stop
 from flyte_ddp.launch.recipe_program import recipe_program
 from tests.support.dask_runs import (
@@ -42,13 +42,13 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
 
-    seen, are_prepared = [], growth.GrowthWatch._are_prepared
+    seen, are_prepared = [], scale_up.ScaleUpWatch._are_prepared
 
     def watch_preparation(watch, nodes, ready, now):
         seen.append({each.address for each in nodes} <= ready)
         return are_prepared(watch, nodes, ready, now)
 
-    monkeypatch.setattr(growth.GrowthWatch, "_are_prepared", watch_preparation)
+    monkeypatch.setattr(scale_up.ScaleUpWatch, "_are_prepared", watch_preparation)
 
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
@@ -177,11 +177,13 @@ def watch(monkeypatch):
         prepared = []
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
-        monkeypatch.setattr(growth.GrowthWatch, "_run", lambda self: None)
-        made = growth.GrowthWatch(gang, sizes, config, present, check, prepared.extend, not_before)
+        monkeypatch.setattr(scale_up.ScaleUpWatch, "_run", lambda self: None)
+        made = scale_up.ScaleUpWatch(
+            gang, sizes, config, present, check, prepared.extend, not_before
+        )
 
         def seen(seconds):
-            monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
+            monkeypatch.setattr(scale_up.time, "monotonic", lambda: seconds)
             seen.members = made._find_members()
             return len(seen.members)
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.recipes import Recipe, config_of
-from flyte_ddp.training.estimate import estimate
+from flyte_ddp.rehearsal.estimate import estimate
 
 WIDTH = 256
 FLOAT = 4

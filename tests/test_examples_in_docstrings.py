@@ -28,7 +28,7 @@ from flyte_ddp.data import Mixture, Shards
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import EpochFinished, Prediction, Reported
 from flyte_ddp.recipes.base import Recipe
-from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+from flyte_ddp.recipes.problems import MultiLabel, Regression, Segmentation
 from flyte_ddp.storage import read_file
 
 ROOT = Path(__file__).parents[1]

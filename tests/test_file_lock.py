@@ -17,7 +17,7 @@ import pytest
 
 from flyte_ddp.data import Shards
 from flyte_ddp.errors import FileChanged
-from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.file_lock import lock_file
 from tests.support.image_store import write_tree
@@ -114,8 +114,8 @@ def test_no_descriptor_is_left_in_any_process(tmp_path):
 
 def test_a_lock_ends_with_a_killed_process_that_has_forked(tmp_path):
     code = (
-        "import os, sys, time; from flyte_ddp.launch.agent.scratch import own_directory\n"
-        "with own_directory('ranks-', sys.argv[1]) as d:\n"
+        "import os, sys, time; from flyte_ddp.process.temporary_directories import temporary_directory\n"
+        "with temporary_directory('ranks-', sys.argv[1]) as d:\n"
         "    ends = os.pipe(); child = os.fork()\n"
         "    if not child: os.write(ends[1], b'x')\n"  # the child has closed the inherited files
         "    elif os.read(ends[0], 1): print(child, d, flush=True)\n"
@@ -129,7 +129,7 @@ def test_a_lock_ends_with_a_killed_process_that_has_forked(tmp_path):
             other.kill()
             other.wait()
             assert Path(left).is_dir()
-            with own_directory("ranks-", str(tmp_path)):
+            with temporary_directory("ranks-", str(tmp_path)):
                 assert not Path(left).exists()
         finally:
             other.kill()

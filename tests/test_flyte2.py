@@ -334,7 +334,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from flyte_ddp.recipes.tasks import Regression
+from flyte_ddp.recipes.problems import Regression
 
 
 @dataclasses.dataclass

@@ -20,8 +20,8 @@ from flyte_ddp.prediction import predict as prediction
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.recipes.recorded import restore_options
 from flyte_ddp.rehearsal import replay
-from flyte_ddp.storage import Storage, hidden, redact_url, redact_values
-from flyte_ddp.storage.hidden import RecordedConfig, hash_hidden
+from flyte_ddp.storage import Storage, recorded_config, redact_url, redact_values
+from flyte_ddp.storage.recorded_config import RecordedConfig, hash_hidden
 from flyte_ddp.training.initial_state import check_same_run
 from tests.support.errors import raises_one_line
 from tests.support.short_run import run_finished, started, whole_run
@@ -45,7 +45,7 @@ values = st.one_of(
 @pytest.fixture(autouse=True, scope="module")
 def _cheap_hashes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hidden.COST, "n", 2)
+        patch.setitem(recorded_config.COST, "n", 2)
         yield
 
 
@@ -189,7 +189,9 @@ def test_a_replay_asks_for_hidden_options_and_data(tmp_path, monkeypatch):
     config = {"gradient_accumulation": 1, **with_token("char")}
     origin = {"recipe": RECIPE, "num_ranks": 1, "num_threads": 1, "data": "https://...@host/a"}
     state = {"config": redact_values(config), "hidden": hash_hidden(config), "origin": origin}
-    monkeypatch.setattr("flyte_ddp.training.replay.find_state", lambda *_: (0, False, state, []))
+    monkeypatch.setattr(
+        "flyte_ddp.rehearsal.replayed_step.find_state", lambda *_: (0, False, state, [])
+    )
 
     def run(job, *_):
         raise ConfigError(f"started with {job.program.name}")

@@ -15,7 +15,7 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
-from flyte_ddp.storage.weights import pin_state
+from flyte_ddp.storage.state_dict_file import pin_state
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.initial_state import load_initial_state
 from tests.support.image_store import prepare

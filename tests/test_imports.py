@@ -103,7 +103,7 @@ HOMES = {
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
-    "safetensors": ("flyte_ddp.storage.weights",),
+    "safetensors": ("flyte_ddp.storage.state_dict_file",),
     "wandb": ("flyte_ddp.observers",),
 }
 SLOW = (

@@ -22,7 +22,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url
-from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin, with_class_names
+from flyte_ddp.storage.state_dict_file import is_same_state, pin_state, split_pin, with_class_names
 from flyte_ddp.studies.results import FINISHED
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials

@@ -10,12 +10,12 @@ from multiprocessing import forkserver, process
 
 import pytest
 
-from flyte_ddp.config.interpreter import find_fork_server, has_imported, process_config
 from flyte_ddp.launch.agent.rank_start import start_server
+from flyte_ddp.process.interpreter import find_fork_server, has_imported, process_config
 
 ENDING = """
 import atexit, sys, threading, time
-from flyte_ddp.config import interpreter
+from flyte_ddp.process import interpreter
 interpreter.{name} = {stand_in}
 interpreter.atexit.register = atexit.register
 def work():
@@ -91,7 +91,7 @@ def test_ranks_are_forked_if_python_shows_its_server(monkeypatch):
 
 def test_an_import_has_ended_when_python_says_so(monkeypatch, tmp_path):
     (tmp_path / "own_module.py").write_text(
-        "from flyte_ddp.config.interpreter import has_imported\n"
+        "from flyte_ddp.process.interpreter import has_imported\n"
         "while_imported = has_imported(__name__)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -14,9 +14,9 @@ from pathlib import Path
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
 from flyte_ddp.config.fields import LISTED
+from flyte_ddp.project.admission import Allowed
 from tasks import generate, predict, retrain, script, study, train
 
 PAGE = Path(__file__).parents[1] / "docs/settings.md"

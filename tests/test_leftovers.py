@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import flyte_ddp
-from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.process.temporary_directories import temporary_directory
 from tests.support.runs import REPOSITORY
 
 STANDARD = (
@@ -57,8 +57,8 @@ def test_runs_leave_no_open_file():
 
 def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
     code = (
-        "import sys, time; from flyte_ddp.launch.agent.scratch import own_directory\n"
-        "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
+        "import sys, time; from flyte_ddp.process.temporary_directories import temporary_directory\n"
+        "with temporary_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
         "'w'); time.sleep(600)"
     )
     (tmp_path / "ranks-mine").mkdir()  # The owner of this folder is not known.
@@ -66,12 +66,12 @@ def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
         [sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as other:
         theirs = Path(other.stdout.readline().strip())
-        with own_directory("ranks-", str(tmp_path)) as directory:
+        with temporary_directory("ranks-", str(tmp_path)) as directory:
             assert theirs.is_dir()
             assert Path(directory).stat().st_mode & 0o777 == 0o700
         other.kill()
     assert theirs.is_dir()
-    with own_directory("ranks-", str(tmp_path)):
+    with temporary_directory("ranks-", str(tmp_path)):
         assert not theirs.exists()
     assert [each.name for each in tmp_path.iterdir()] == ["ranks-mine"]
 
@@ -81,7 +81,7 @@ def test_a_forked_process_leaves_its_parents_directory(tmp_path):
     directory that is gone.
     """
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(own_directory("pymp-", str(tmp_path))))
+        directory = Path(stack.enter_context(temporary_directory("pymp-", str(tmp_path))))
         child = multiprocessing.get_context("fork").Process(target=stack.close)
         child.start()
         child.join()

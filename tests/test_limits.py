@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyte_ddp.cluster.admission import list_places, places_of_config
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.prediction.predict import predict
+from flyte_ddp.project.admission import list_places, places_of_config
 from flyte_ddp.recipes.text.pretrained import fetch_model
 from flyte_ddp.storage import (
     Storage,

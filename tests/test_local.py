@@ -23,7 +23,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.stalls import find_culprits
 from flyte_ddp.launch.nodes import local
 from flyte_ddp.launch.protocol.messages import Collective, Group, InspectedRank
-from flyte_ddp.storage.cgroups import UNLIMITED, use_of
+from flyte_ddp.process.memory_limits import UNLIMITED, use_of
 from tests.support.dask_runs import eventually
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 

@@ -20,7 +20,6 @@ from flytekit import task
 
 from flyte_ddp import session
 from flyte_ddp.__main__ import main
-from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.events.history import to_line
@@ -29,8 +28,9 @@ from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.launch import distributed
 from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
+from flyte_ddp.process.invocation import find_flyte_ddp_command
+from flyte_ddp.project.settings import load_settings
 from flyte_ddp.storage import read_file
-from flyte_ddp.task_run.settings import load_settings
 from tests.support.ports import free_port
 from tests.support.runs import fork_functions
 from tests.support.short_run import (

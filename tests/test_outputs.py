@@ -19,7 +19,7 @@ from flyte_ddp.flyte.task import open_task_run
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.storage.weights import from_bytes, is_safetensors
+from flyte_ddp.storage.state_dict_file import from_bytes, is_safetensors
 from flyte_ddp.training import main as rank_main
 from flyte_ddp.training.main import export_model
 from tests.support.runs import to_safetensors

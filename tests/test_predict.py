@@ -34,9 +34,9 @@ from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+from flyte_ddp.recipes.problems import MultiLabel, Regression, Segmentation
 from flyte_ddp.storage import Storage
-from flyte_ddp.storage.weights import pin_state, with_class_names
+from flyte_ddp.storage.state_dict_file import pin_state, with_class_names
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
 from tests.support.dask_runs import eventually

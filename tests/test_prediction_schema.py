@@ -18,7 +18,7 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prediction.schema import find_schema, from_text, list_columns, make_table, to_text
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.digits import Digits
-from flyte_ddp.recipes.tasks import Segmentation
+from flyte_ddp.recipes.problems import Segmentation
 from tests.support.errors import raises_one_line
 from tests.test_predict import open_predictor, state, write  # noqa: F401 - a fixture
 

@@ -22,7 +22,7 @@ NAMES = {
     # Without these names of torch, no state is copied, split or read.
     "checkpoints/staging.py": {"_cdata"},
     "training/fsdp.py": {"_parameters", "_buffers"},
-    "storage/weights.py": {"_rebuild_tensor_v2", "_rebuild_parameter"},
+    "storage/state_dict_file.py": {"_rebuild_tensor_v2", "_rebuild_parameter"},
     "rehearsal/watch.py": {"_non_persistent_buffers_set"},
     # torchmetrics
     "training/metrics.py": {"_defaults", "_reductions"},

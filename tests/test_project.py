@@ -18,9 +18,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from flyte_ddp.config import project as projects
 from flyte_ddp.config.extras import EXTRAS
-from flyte_ddp.config.project import PARTS, _choose_files
+from flyte_ddp.project import new as projects
+from flyte_ddp.project.new import PARTS, _choose_files
 from tests.support.checkout import REPOSITORY, install_wheel, own_environment
 
 if sys.version_info >= (3, 11):
@@ -377,8 +377,8 @@ def test_a_project_of_another_kind_has_none_of_its_settings_read(installed, tmp_
     (tmp_path / "tasks").mkdir()
     (tmp_path / "settings.toml").write_text("[default]\nrecipes = 3\n")
     program = """
-from flyte_ddp.cluster.admission import load_allowed
-from flyte_ddp.config.source_code import find_project, recipe_packages
+from flyte_ddp.project.admission import load_allowed
+from flyte_ddp.code.source_code import find_project, recipe_packages
 print(find_project(), recipe_packages(), load_allowed().images)
 """
     assert run([installed, tmp_path], "-c", program, cwd=tmp_path) == "None [] ('*',)\n"

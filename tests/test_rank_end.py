@@ -16,8 +16,8 @@ import types
 import pytest
 
 import flyte_ddp
-from flyte_ddp.config.frames import is_of_program
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.process.tracebacks import is_of_program
 from tests.test_run import OURS, SCRIPTS, environment
 
 FILES = {"log": "log", "csv": "a,1\r\n", "local": "local", "atexit": "exit"}

@@ -14,8 +14,8 @@ from flyteidl.admin import execution_pb2
 from flyteidl.service import admin_pb2_grpc
 
 from flyte_ddp.__main__ import main
-from flyte_ddp.config import source_code
-from flyte_ddp.config.source_code import describe_commit
+from flyte_ddp.code import source_code
+from flyte_ddp.code.source_code import describe_commit
 from flyte_ddp.flyte import register
 from tests.test_registration import IMAGE, REPOSITORY
 

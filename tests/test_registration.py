@@ -186,7 +186,7 @@ def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(pac
 
 
 def test_a_change_of_the_training_code_alone_makes_cached_results_stale(package):
-    from flyte_ddp.config.source_code import recipe_packages
+    from flyte_ddp.code.source_code import recipe_packages
     from flyte_ddp.flyte.resources import code_version
 
     cached = {name: task for name, task in package.tasks.items() if task.metadata.discoverable}
@@ -363,7 +363,7 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
 )
 def test_bad_settings_fail_the_registration_and_no_import(name, value, expected, monkeypatch):
     from flyte_ddp.flyte import registration
-    from flyte_ddp.task_run import settings
+    from flyte_ddp.project import settings
     from workflows.retrain import retrain_wf
 
     monkeypatch.setattr(settings, "_problems", [])

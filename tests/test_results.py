@@ -20,13 +20,13 @@ from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.events import AttemptEnded, RankReported
 from flyte_ddp.launch import run as launch_run
-from flyte_ddp.launch.agent import scratch
-from flyte_ddp.launch.agent.scratch import take_files
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.results import Results
 from flyte_ddp.launch.protocol.messages import End, Outcome, Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.process import temporary_directories
+from flyte_ddp.process.temporary_directories import take_files
 from flyte_ddp.rank import reporter
 from tests.support.gang import session_of
 
@@ -233,7 +233,7 @@ def test_a_second_request_to_stop_does_not_wait_for_what_is_on_its_way():
 
 
 def test_files_are_taken_in_portions(tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch, "MAX_TAKEN", 4)
+    monkeypatch.setattr(temporary_directories, "MAX_TAKEN", 4)
     for name, size in (("a", 9), ("b", 3), ("c", 2), ("d", 1)):
         (tmp_path / name).write_bytes(bytes(size))
     names, portions = ["a", "b", "gone", "c", "d"], []

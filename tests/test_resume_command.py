@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.config.typed_command import COMMAND_VARIABLE, POD_VARIABLE, find_flyte_ddp_command
+from flyte_ddp.process.invocation import COMMAND_VARIABLE, POD_VARIABLE, find_flyte_ddp_command
 
 REPOSITORY = Path(__file__).parents[1]
 TRAINS = """

@@ -25,7 +25,7 @@ from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.storage.weights import from_bytes, pin_state
+from flyte_ddp.storage.state_dict_file import from_bytes, pin_state
 from flyte_ddp.task_run.execution import Execution, champions_of
 from tasks.retrain import keep_champion, plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
@@ -56,7 +56,7 @@ def percentile_bounds(differences):
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch):
     """Let few samples decide: test_comparison.py tests how many are needed."""
-    monkeypatch.setattr("flyte_ddp.training.comparison.find_bounds", percentile_bounds)
+    monkeypatch.setattr("flyte_ddp.promotion.comparison.find_bounds", percentile_bounds)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from flyte_ddp import __main__ as command_line
 from flyte_ddp import session
 from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.config.source_code import packages_beside
+from flyte_ddp.code.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.nodes.dask.place import has_own_terminal
 from flyte_ddp.launch.protocol.programs import Job

@@ -24,7 +24,7 @@ from flyte_ddp.events.intervals import student_quantile
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.observers.reports.drawing import to_svg
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.storage.weights import pin_state
+from flyte_ddp.storage.state_dict_file import pin_state
 from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import scaling_panels
 from flyte_ddp.studies.results import FINISHED, TrialRun

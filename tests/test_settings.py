@@ -14,11 +14,11 @@ from flytekit.configuration import ImageConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyte_ddp.config import source_code
+from flyte_ddp.code import source_code
 from flyte_ddp.config.fields import is_cron
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte import register
-from flyte_ddp.task_run.settings import Settings, load_settings
+from flyte_ddp.project.settings import Settings, load_settings
 
 REPOSITORY = Path(__file__).parents[1]
 FILE = """
@@ -87,7 +87,7 @@ REGISTRATION = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
 from flyte_ddp.flyte import registration, resources
-from flyte_ddp.task_run import settings
+from flyte_ddp.project import settings
 from workflows.retrain import retrain_wf
 
 for tracker in ("wandb", "mlflow", "tensorboard"):

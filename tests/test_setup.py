@@ -94,7 +94,7 @@ def test_the_recipes_of_the_checkout_take_no_others_place(checkout, elsewhere):
     (elsewhere / "recipes").mkdir()
     (elsewhere / "recipes/own.py").write_text("here = 'the user'\n")
     assert call(python, "-c", program, cwd=elsewhere) == "the user\n"
-    program = "from flyte_ddp.config.source_code import find_project; print(find_project())"
+    program = "from flyte_ddp.code.source_code import find_project; print(find_project())"
     assert call(python, "-c", program, cwd=elsewhere) == "None\n"
 
 

@@ -155,7 +155,7 @@ def test_functions_that_are_not_pythons_are_told_apart():
     import cmath
     import math
 
-    from flyte_ddp.config.by_value import code_version
+    from flyte_ddp.code.by_value import code_version
 
     versions = [code_version(functools.partial(read, scale=f)) for f in (math.sin, cmath.sin)]
     assert versions[0] != versions[1]

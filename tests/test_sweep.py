@@ -23,7 +23,7 @@ from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.flyte.inputs import ClusterInput, Grid, InputError, TrainingOverrides
 from flyte_ddp.launch.nodes.dask import data
-from flyte_ddp.launch.nodes.dask.placement import Worker
+from flyte_ddp.launch.nodes.dask.assignment import Worker
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.observers.reports.drawing import INK, PALETTE
 from flyte_ddp.recipes.prepare import NOTE

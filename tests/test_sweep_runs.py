@@ -23,7 +23,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage.weights import from_bytes
+from flyte_ddp.storage.state_dict_file import from_bytes
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,

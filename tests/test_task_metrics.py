@@ -24,9 +24,9 @@ from flyte_ddp.config import Monitor
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import CheckpointWritten, Prediction, PredictionsMade, Reported
 from flyte_ddp.observers.reports.predictions import prediction_panels
+from flyte_ddp.promotion.comparison import Measurement, compare
 from flyte_ddp.recipes import config_of
 from flyte_ddp.training import contract
-from flyte_ddp.training.comparison import Measurement, compare
 from flyte_ddp.training.metrics import HeldOutMetrics
 from flyte_ddp.world import ALONE
 from tests.support.gang import run_gang

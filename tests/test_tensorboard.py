@@ -16,7 +16,7 @@ from flyte_ddp.config import extras
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, PictureShown
 from flyte_ddp.flyte import Distributed
-from flyte_ddp.observers.command_line import keep_run_id, make_observers
+from flyte_ddp.launch.run_observers import keep_run_id, make_observers
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.tensorboard import Tensorboard
 from flyte_ddp.storage import Storage

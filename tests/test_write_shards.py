@@ -20,9 +20,9 @@ from flyte_ddp.data.index import OWN_INDEX
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.shards import write_images
-from flyte_ddp.recipes.shards import main
+from flyte_ddp.recipes.shards_command import main
+from flyte_ddp.recipes.text.shards import write_windows
 from flyte_ddp.recipes.text.tokens import train_tokenizer
-from flyte_ddp.recipes.text.windows import write_windows
 from flyte_ddp.storage import Storage
 from tests.support import sample_run, text_recipe
 from tests.support.image_store import image_tree, prepare, write_tree

@@ -26,11 +26,11 @@ from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.systems import ROOT, SYSTEMS, Ours, System, Task, free_port, running
 from benchmarks.recovery.workload import MAX_RESTARTS, RECIPE, LoggedCounting
 from flyte_ddp.config import resolve
-from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.process.devices import num_cores
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import open_filesystem, read_file
 
@@ -101,7 +101,7 @@ class Suite:
     def _weights_are_right(self, system: System) -> bool:
         import torch
 
-        from flyte_ddp.storage.weights import from_bytes
+        from flyte_ddp.storage.state_dict_file import from_bytes
 
         def load_state(url: str) -> dict[str, Any]:
             return from_bytes(read_file(url))

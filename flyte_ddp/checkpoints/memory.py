@@ -29,7 +29,7 @@ from datetime import timedelta
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.config.background import start_thread
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.storage.uncached_file import copy_bytes
 
 if TYPE_CHECKING:

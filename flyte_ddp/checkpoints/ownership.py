@@ -25,9 +25,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, FileChanged
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.storage import Storage, redact_url
 
 OWNER = "owner.json"

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, field
 
 from flyte_ddp.checkpoints.writer import Write, Writer, yield_cores_to_training
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.storage import redact_url
 from flyte_ddp.storage.directory import FIRST_PAUSE, MAX_PAUSE
 from flyte_ddp.storage.failures import describe

@@ -21,9 +21,9 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import Buffers
 from flyte_ddp.checkpoints.state import map_tensors
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StorageUnavailable
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.failures import describe
 

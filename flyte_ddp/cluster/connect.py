@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_config
 from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, POLL_INTERVAL
-from flyte_ddp.config.main_module import hide_main_module
+from flyte_ddp.code.main_module import hide_main_module
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.data.source import CONCURRENT_READS
+from flyte_ddp.process.threads import start_thread
 
 T = TypeVar("T")
 Part = TypeVar("Part")

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.config.by_value import code_version
+from flyte_ddp.code.by_value import code_version
 from flyte_ddp.data import readers
 from flyte_ddp.data.offsets import fetch_offsets
 from flyte_ddp.data.readers import (

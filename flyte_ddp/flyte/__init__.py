@@ -31,7 +31,7 @@ _HOMES = {
     "flyte_ddp.flyte.retraining": "CLUSTER NOTHING NOW ONE_NODE Retraining RetrainingPlan "
     "judge_challenger keep_champion plan_retraining",
     "flyte_ddp.flyte.scripts": "ScriptOutputs ScriptSource run_script",
-    "flyte_ddp.task_run.settings": "SETTINGS",
+    "flyte_ddp.project.settings": "SETTINGS",
     "flyte_ddp.flyte.study": "CheckedStudy ScalingOutputs SweepOutputs "
     "check_scaling check_sweep train_at_world_sizes train_sweep",
     "flyte_ddp.flyte.training": "train_on_cluster train_on_one_node",

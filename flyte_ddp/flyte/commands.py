@@ -9,7 +9,7 @@ from flytekit.exceptions.base import FlyteException
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ClusterError
 from flyte_ddp.flyte.register import PROJECT_OPTIONS, find_image
-from flyte_ddp.task_run.settings import SETTINGS, check_settings
+from flyte_ddp.project.settings import SETTINGS, check_settings
 
 
 def image(arguments: Sequence[str]) -> str:

@@ -19,9 +19,8 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.cluster.admission import load_allowed
-from flyte_ddp.config.by_value import dumps, pickle
-from flyte_ddp.config.source_code import find_root, packages_beside
+from flyte_ddp.code.by_value import dumps, pickle
+from flyte_ddp.code.source_code import find_root, packages_beside
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.deck import write_local_decks
@@ -35,6 +34,7 @@ from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.project.admission import load_allowed
 from flyte_ddp.storage import check_places
 from flyte_ddp.task_run.distributed import find_variables, run_function
 

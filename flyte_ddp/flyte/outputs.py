@@ -20,8 +20,8 @@ from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.events import plain
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.inputs import given
-from flyte_ddp.observers.command_line import make_run_directory
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.launch.run_observers import make_run_directory
+from flyte_ddp.process.standard_streams import print_line
 from flyte_ddp.storage import fetch_file
 from flyte_ddp.task_run.files import EXPORT
 from flyte_ddp.task_run.run import TaskRun

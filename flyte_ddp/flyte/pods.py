@@ -12,7 +12,7 @@ from typing import Any
 from flytekit import PodTemplate, Resources
 from flytekit.core.resources import ResourceSpec
 
-from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
+from flyte_ddp.process.devices import REQUESTED_VARIABLE
 from flyte_ddp.task_run.distributed import describe_sizes
 
 SHARED_MEMORY = "/dev/shm"

@@ -20,12 +20,12 @@ from flytekit.tools.ignore import (
     StandardIgnore,
 )
 
+from flyte_ddp.code.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.config.options import make_parser
-from flyte_ddp.config.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.observers.streams import print_line
-from flyte_ddp.task_run.settings import IMAGE_EXAMPLE, IMAGE_PATTERN, Settings, load_settings
+from flyte_ddp.process.standard_streams import print_line
+from flyte_ddp.project.settings import IMAGE_EXAMPLE, IMAGE_PATTERN, Settings, load_settings
 
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
 # directories of a project that are no part of a registration

@@ -20,7 +20,7 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
-from flyte_ddp.task_run.settings import SETTINGS, delaying_errors
+from flyte_ddp.project.settings import SETTINGS, delaying_errors
 
 KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that are JSON objects

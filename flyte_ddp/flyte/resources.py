@@ -16,19 +16,19 @@ from flytekit import Cache, PodTemplate, Resources, Secret
 from flytekit.core.utils import ClassDecorator
 from flytekit.extras.accelerators import GPUAccelerator
 
-from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.config.source_code import (
+from flyte_ddp.code.source_code import (
     COMMIT_VARIABLE,
     compute_digest_of_files,
     source_files,
 )
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.pods import make_pod_template
-from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
+from flyte_ddp.process.devices import REQUESTED_VARIABLE
+from flyte_ddp.project.admission import IMAGE_VARIABLE
+from flyte_ddp.project.settings import SETTINGS, Size, check_settings
 from flyte_ddp.task_run.origin import code_version
-from flyte_ddp.task_run.settings import SETTINGS, Size, check_settings
 
 # Flyte's local cache remembers outputs for longer than their temporary directory exists: a second
 # `pyflyte run` would return at once, with paths of deleted files. Set the variable to "true" to use

@@ -27,7 +27,7 @@ from flyte_ddp.flyte.inputs import (
 from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
 from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.task import check_config_places, check_files, check_urls, task_body
-from flyte_ddp.launch.agent.devices import check_requested_gpus
+from flyte_ddp.process.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,

@@ -18,7 +18,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.config.source_code import MAX_SIZE, files_below
+from flyte_ddp.code.source_code import MAX_SIZE, files_below
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import InputError
 from flyte_ddp.flyte.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location

@@ -14,10 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 import click
 import flytekit
 
-from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.code.source_code import extend_path
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.source_code import extend_path
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.flyte.deck import open_deck
 from flyte_ddp.flyte.failures import flyte_errors
@@ -30,13 +29,14 @@ from flyte_ddp.flyte.flyte_context import (
 from flyte_ddp.flyte.inputs import location
 from flyte_ddp.flyte.outputs import open_output_directory
 from flyte_ddp.flyte.resources import KEY_SECRETS, TRACKING, check_library
-from flyte_ddp.observers.command_line import resume_command
+from flyte_ddp.launch.run_observers import resume_command
 from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.project import admission
+from flyte_ddp.project.settings import SETTINGS, check_settings
 from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.storage import check_place, check_places, limit_urls
 from flyte_ddp.task_run.files import TaskFiles
 from flyte_ddp.task_run.run import TaskRun, open_run
-from flyte_ddp.task_run.settings import SETTINGS, check_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")

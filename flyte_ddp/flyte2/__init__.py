@@ -25,7 +25,7 @@ from flyte_ddp.errors import ConfigError
 MIN_VERSION = (2, 12)  # oldest version of the SDK that works
 # public names by the module that defines them
 _HOMES = {
-    "flyte_ddp.task_run.settings": "SETTINGS",
+    "flyte_ddp.project.settings": "SETTINGS",
     "flyte_ddp.flyte2.distributed": "Distributed",
     "flyte_ddp.flyte2.environments": "environment schedule",
     "flyte_ddp.flyte2.prediction": "PredictionOutputs predict",

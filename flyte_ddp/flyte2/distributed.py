@@ -16,13 +16,13 @@ import cloudpickle  # type: ignore[import-untyped]
 import flyte
 from flyte.extend import TaskPluginRegistry
 
-from flyte_ddp.cluster.admission import load_allowed
-from flyte_ddp.config.source_code import packages_beside
+from flyte_ddp.code.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte2.task import MainThreadTask, flyte_errors, limited_urls, open_task_run
 from flyte_ddp.launch import distributed
 from flyte_ddp.launch.run import function_program
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.project.admission import load_allowed
 from flyte_ddp.task_run.distributed import describe_sizes, find_variables, run_function
 
 # beginnings of the variables that describe a process's action and its store

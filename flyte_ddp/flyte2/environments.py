@@ -7,14 +7,14 @@ from typing import Any
 
 import flyte
 
-from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.config.source_code import find_project
+from flyte_ddp.code.source_code import find_project
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte2.distributed import Distributed
 from flyte_ddp.flyte2.task import OnMainThread
-from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
-from flyte_ddp.task_run.settings import SETTINGS, VARIABLES, Size
+from flyte_ddp.process.devices import REQUESTED_VARIABLE
+from flyte_ddp.project.admission import IMAGE_VARIABLE
+from flyte_ddp.project.settings import SETTINGS, VARIABLES, Size
 
 OVERRIDES = ("SANDBOX", *VARIABLES)  # variables that override settings
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from flyte.io import Dir
 
-from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.flyte2.task import check_cluster, check_thread, current_execution, limited
 from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE
+from flyte_ddp.project.admission import list_places
+from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.storage import check_places, storage_environment
 from flyte_ddp.task_run import prediction
-from flyte_ddp.task_run.settings import SETTINGS
 
 
 class PredictionOutputs(NamedTuple):

@@ -26,10 +26,11 @@ from flyte_ddp.flyte2.task import (
     publish,
 )
 from flyte_ddp.flyte2.training import check_inputs, run_training
-from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.launch.train import open_data
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.process.devices import check_requested_gpus
+from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
@@ -41,10 +42,9 @@ from flyte_ddp.promotion.policy import (
 )
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.storage import check_places, read_file
-from flyte_ddp.storage.weights import pin_state
+from flyte_ddp.storage.state_dict_file import pin_state
 from flyte_ddp.task_run.origin import code_version
 from flyte_ddp.task_run.retraining import format_kickoff, open_champions, record_outcome
-from flyte_ddp.task_run.settings import SETTINGS
 
 
 @dataclass(frozen=True)

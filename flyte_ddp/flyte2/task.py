@@ -24,12 +24,13 @@ import flyte.errors
 import flyte.report
 from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
 
-from flyte_ddp.cluster.admission import check_allowed
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.kubernetes.api import own_namespace
-from flyte_ddp.config.source_code import extend_path, find_project
+from flyte_ddp.code.source_code import extend_path, find_project
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.project.admission import check_allowed
+from flyte_ddp.project.settings import SETTINGS, check_settings
 from flyte_ddp.storage import (
     check_places,
     limit_urls,
@@ -40,7 +41,6 @@ from flyte_ddp.task_run.execution import Execution, champions_of
 from flyte_ddp.task_run.files import TaskFiles
 from flyte_ddp.task_run.outcome import Retry, judge_failure
 from flyte_ddp.task_run.run import TaskRun, open_run
-from flyte_ddp.task_run.settings import SETTINGS, check_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")

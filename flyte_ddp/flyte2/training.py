@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from flyte.io import Dir, File
 
-from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import list_accuracies, list_metrics
@@ -19,10 +18,12 @@ from flyte_ddp.flyte2.task import (
     open_task_run,
     project_tracking,
 )
-from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.launch.train import open_data
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import write_card
+from flyte_ddp.process.devices import check_requested_gpus
+from flyte_ddp.project.admission import places_of_config
+from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.storage import check_places
 from flyte_ddp.studies.report import StudyReport
@@ -32,7 +33,6 @@ from flyte_ddp.studies.search import Search, build_trials, expand_grid
 from flyte_ddp.task_run import study
 from flyte_ddp.task_run.files import HISTORY
 from flyte_ddp.task_run.run import TaskRun
-from flyte_ddp.task_run.settings import SETTINGS
 from flyte_ddp.task_run.training import Trained, say_figures
 from flyte_ddp.task_run.training import train as train_recipe
 

@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.cluster.admission import Allowed, load_allowed
 from flyte_ddp.cluster.config import KubernetesConfig
+from flyte_ddp.code.source_code import find_project
 from flyte_ddp.config.fields import check, finite_number
-from flyte_ddp.config.source_code import find_project
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.agent.devices import num_gpus
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.mlflow import find_server
 from flyte_ddp.observers.recorder import TRACKERS
+from flyte_ddp.process.devices import num_gpus
+from flyte_ddp.project.admission import Allowed, load_allowed
 
 
 @dataclass

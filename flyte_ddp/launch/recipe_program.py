@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.cluster.admission import places_of_config
-from flyte_ddp.config import TrainingConfig, by_value
-from flyte_ddp.config.source_code import find_packages, list_packages
+from flyte_ddp.code import by_value
+from flyte_ddp.code.source_code import find_packages, list_packages
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Kind, Program
 from flyte_ddp.launch.protocol.ranks import TRAINING
+from flyte_ddp.project.admission import places_of_config
 from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
 from flyte_ddp.storage import check_places
-from flyte_ddp.storage.weights import describe_missing
+from flyte_ddp.storage.state_dict_file import describe_missing
 
 
 def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Program:

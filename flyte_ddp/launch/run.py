@@ -31,15 +31,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events
-from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
-from flyte_ddp.config.by_value import dumps, pickle
+from flyte_ddp.code.by_value import dumps, pickle
+from flyte_ddp.code.source_code import packages_beside
 from flyte_ddp.config.fields import check_object, field, finite_number, whole_number
-from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
-from flyte_ddp.launch.agent.devices import default_num_processes, num_cores, num_gpus
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.results import Destination
 from flyte_ddp.launch.nodes.local import LocalPlace
@@ -53,8 +50,11 @@ from flyte_ddp.launch.protocol.programs import (
     check_run_id,
 )
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
-from flyte_ddp.observers.command_line import show_resume_command
+from flyte_ddp.launch.run_observers import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.process.devices import default_num_processes, num_cores, num_gpus
+from flyte_ddp.process.temporary_directories import temporary_directory
+from flyte_ddp.project.admission import Allowed, check_allowed
 from flyte_ddp.storage import write_file
 
 if TYPE_CHECKING:
@@ -410,7 +410,7 @@ def run_job(
         checkpoints = job.checkpoints
         is_kept = job.is_kept and bool(checkpoints)
         if not checkpoints and gang.is_on_this_machine:  # restarts within the run need a place
-            checkpoints = stack.enter_context(own_directory("checkpoints-"))
+            checkpoints = stack.enter_context(temporary_directory("checkpoints-"))
         job = dataclasses.replace(
             job, checkpoints=checkpoints, launched_at=time.time(), is_kept=is_kept
         )

@@ -15,18 +15,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flyte_ddp.cluster.admission import load_allowed
+from flyte_ddp.code.source_code import find_project
 from flyte_ddp.config.fields import HELP, read_object, whole_number
 from flyte_ddp.config.options import Option, add_options
-from flyte_ddp.config.source_code import find_project
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.protocol.programs import Job, Program, stop_grace
 from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.launch.run import Gang, command_program, run_job, script_program
-from flyte_ddp.observers.command_line import OBSERVER_OPTIONS, make_observers, resume_command
+from flyte_ddp.launch.run_observers import OBSERVER_OPTIONS, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.standard_streams import print_line
+from flyte_ddp.project.admission import load_allowed
 from flyte_ddp.storage import check_url
 
 

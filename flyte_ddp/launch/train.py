@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Job, check_run_id
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang, run_job
-from flyte_ddp.observers.command_line import show_resume_command
+from flyte_ddp.launch.run_observers import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run_card import run_card, write_card
+from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import read_file, redact_errors
-from flyte_ddp.storage.weights import from_bytes
+from flyte_ddp.storage.state_dict_file import from_bytes
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -138,7 +138,7 @@ def train(
         bars.append(ProgressBar())
         relay = bars[0].write
     with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
-        place = checkpoints or stack.enter_context(own_directory("checkpoints-"))
+        place = checkpoints or stack.enter_context(temporary_directory("checkpoints-"))
         is_kept = bool(checkpoints)
         job = Job(recipe_program(recipe, resolved), place, run=run_id, is_kept=is_kept)
         reader = get_recipe(recipe, resolved.recipe_options)
@@ -166,7 +166,7 @@ def open_data(recipe: Recipe, source: str, prepared: str = "") -> Iterator[Calla
     if prepared:
         yield lambda: prepared
         return
-    with own_directory("data-") as directory:
+    with temporary_directory("data-") as directory:
 
         @functools.cache
         def prepare() -> str:

@@ -22,6 +22,13 @@ from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.launch.protocol.programs import Job, check_run_id
 from flyte_ddp.launch.recipe_program import recipe_program, slow_imports
 from flyte_ddp.launch.run import Gang
+from flyte_ddp.launch.run_observers import (
+    OBSERVER_OPTIONS,
+    RUNS,
+    make_observers,
+    make_run_directory,
+    resume_command,
+)
 from flyte_ddp.launch.run_options import (
     RECIPE_OPTIONS,
     check_place,
@@ -29,13 +36,6 @@ from flyte_ddp.launch.run_options import (
     gang_options,
     read_gang_fields,
     read_given,
-)
-from flyte_ddp.observers.command_line import (
-    OBSERVER_OPTIONS,
-    RUNS,
-    make_observers,
-    make_run_directory,
-    resume_command,
 )
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.storage import check_url

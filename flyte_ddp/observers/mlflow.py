@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flyte_ddp.code.source_code import read_settings
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.options import make_parser
-from flyte_ddp.config.source_code import read_settings
-from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunFinished, RunStarted, RunState, parse_history
 from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.invocation import find_flyte_ddp_command
+from flyte_ddp.process.standard_streams import print_line
 from flyte_ddp.storage import (
     SHORT_TIMEOUT,
     fetch_file,

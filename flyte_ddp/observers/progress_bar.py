@@ -23,7 +23,7 @@ from flyte_ddp.events import (
     RunState,
 )
 from flyte_ddp.observers.formats import duration, format_count
-from flyte_ddp.observers.streams import Output, open_standard_streams
+from flyte_ddp.process.standard_streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
 
 # Formats of figures. Other figures have their name and five digits.

@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
-from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import (
     CheckpointLoaded,
@@ -31,6 +30,7 @@ from flyte_ddp.events import (
     StepFoundBad,
     plain,
 )
+from flyte_ddp.process.threads import call_in_background
 from flyte_ddp.storage import redact_url, redact_values
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")  # the names in settings.toml and in options

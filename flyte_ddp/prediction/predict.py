@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import errors, events
-from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config import by_value
+from flyte_ddp.code import by_value
 from flyte_ddp.config.fields import check_object, whole_number
 from flyte_ddp.errors import ConfigError, DataError, GangLost, RankFailure, StorageDenied
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang, run_job
 from flyte_ddp.prediction.job import MANIFEST, RUN, PredictionJob, part_name
+from flyte_ddp.process.temporary_directories import temporary_directory
+from flyte_ddp.project.admission import list_places
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew, name_of, path_of
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
@@ -37,8 +37,8 @@ from flyte_ddp.storage import (
     redact_errors,
     redact_values,
 )
-from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig, flatten, hash_hidden
-from flyte_ddp.storage.weights import pin_state, split_pin
+from flyte_ddp.storage.recorded_config import OPTIONS, RecordedConfig, flatten, hash_hidden
+from flyte_ddp.storage.state_dict_file import pin_state, split_pin
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -145,7 +145,7 @@ def predict(
     storage = Storage(output, "output")
     storage.check_access()
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(own_directory("data-"))
+        directory = stack.enter_context(temporary_directory("data-"))
         prepare_data(prepared, data, Path(directory), "prepare_new_data")
         note = describe_data(directory)
         facts = {

@@ -40,7 +40,12 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.events.history import plain
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, check_name, redact_url
-from flyte_ddp.storage.weights import class_names_of, from_bytes, is_safetensors, with_class_names
+from flyte_ddp.storage.state_dict_file import (
+    class_names_of,
+    from_bytes,
+    is_safetensors,
+    with_class_names,
+)
 
 POINTER = "champion.json"
 VERSIONS = "versions"

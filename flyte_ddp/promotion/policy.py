@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Checked
 from flyte_ddp.config.fields import field as limited
-from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, NoChampion, NonFiniteLoss
+from flyte_ddp.process.invocation import find_flyte_ddp_command
 from flyte_ddp.promotion.champion import LAST_CHALLENGE, ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url, redact_values
-from flyte_ddp.storage.hidden import RecordedConfig, hash_hidden
-from flyte_ddp.storage.weights import from_bytes, identify_state, is_same_state
+from flyte_ddp.storage.recorded_config import RecordedConfig, hash_hidden
+from flyte_ddp.storage.state_dict_file import from_bytes, identify_state, is_same_state
 
 if TYPE_CHECKING:
-    from flyte_ddp.training.comparison import Measurement
+    from flyte_ddp.promotion.comparison import Measurement
 
 FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
@@ -255,7 +255,7 @@ def _compare(
     measured: Measurement | None,
     current: CurrentModel,
 ) -> PromotionResult:
-    from flyte_ddp.training.comparison import MIN_PARTS, compare
+    from flyte_ddp.promotion.comparison import MIN_PARTS, compare
 
     recipe, _, _ = _open(challenge)
     metric = challenge.config.monitor.metric
@@ -343,7 +343,7 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
 
 def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | None:
     """Measure `state` on the held-out data; None if its loss is not finite."""
-    from flyte_ddp.training.comparison import Measurement
+    from flyte_ddp.promotion.comparison import Measurement
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     try:

@@ -13,8 +13,8 @@ import threading
 import time
 from typing import Any
 
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.protocol.messages import Collective, Group, RankBeat
+from flyte_ddp.process.threads import start_thread
 
 # The most collectives of a group that a report lists, of the collectives that have not ended. The
 # oldest comes first: it is the collective that hangs.

@@ -37,10 +37,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import errors, events, session
-from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.frames import frames_of_user
-from flyte_ddp.config.interpreter import end_threads, has_imported, process_config
-from flyte_ddp.config.main_module import show_working_directory
+from flyte_ddp.code.main_module import show_working_directory
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
@@ -52,11 +49,14 @@ from flyte_ddp.launch.protocol.ranks import (
     rank_stacks,
     semaphore_prefix,
 )
-from flyte_ddp.observers.streams import open_standard_streams
+from flyte_ddp.process.interpreter import end_threads, has_imported, process_config
+from flyte_ddp.process.standard_streams import open_standard_streams
+from flyte_ddp.process.threads import start_thread
+from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.rank.collectives import watch_main_thread
 from flyte_ddp.rank.link import AgentLink, RankProcess
 from flyte_ddp.rank.session import Session
-from flyte_ddp.storage.urls import redact_url
+from flyte_ddp.storage.redaction import redact_url
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -19,7 +19,6 @@ from socket import socket
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp.checkpoints.memory import MemoryFile, Part
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.protocol.messages import (
     Entered,
     Inspect,
@@ -31,6 +30,7 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.launch.protocol.signals import find_signal
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.rank.collectives import entered_collectives
 
 if TYPE_CHECKING:

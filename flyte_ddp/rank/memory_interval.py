@@ -12,8 +12,8 @@ from statistics import median
 
 from flyte_ddp.checkpoints.memory import NUM_FILES
 from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.process.memory_limits import free_memory
 from flyte_ddp.rank.link import RankProcess
-from flyte_ddp.storage.cgroups import free_memory
 from flyte_ddp.world import World
 
 MAX_SHARE = 0.01  # the share of the training's time that states in memory may take

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.protocol.programs import Kind
+from flyte_ddp.process.threads import start_thread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -26,21 +26,21 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from flyte_ddp.config import OWN, TrainingConfig, resolve
-from flyte_ddp.config.by_value import is_by_value, pickle
-from flyte_ddp.config.extras import EXTRAS, how_to_install
-from flyte_ddp.config.fields import check, check_object, suggest
-from flyte_ddp.config.source_code import (
+from flyte_ddp.code.by_value import is_by_value, pickle
+from flyte_ddp.code.source_code import (
     extend_path,
     find_packages,
     importing_edits,
     list_packages,
     names_read,
 )
-from flyte_ddp.config.typed_command import POD_VARIABLE
+from flyte_ddp.config import OWN, TrainingConfig, resolve
+from flyte_ddp.config.extras import EXTRAS, how_to_install
+from flyte_ddp.config.fields import check, check_object, suggest
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.process.invocation import POD_VARIABLE
 from flyte_ddp.recipes.base import Recipe, list_class_names
-from flyte_ddp.storage.weights import pin_state
+from flyte_ddp.storage.state_dict_file import pin_state
 
 BUILTIN = {
     "digits": "flyte_ddp.recipes.digits.Digits",
@@ -400,7 +400,10 @@ def locate(recipe: Recipe, method: str) -> str:
     place of the recipe's class.
     """
     own = getattr(type(recipe), method, None)
-    is_inherited = getattr(own, "__module__", "") in (Recipe.__module__, "flyte_ddp.recipes.tasks")
+    is_inherited = getattr(own, "__module__", "") in (
+        Recipe.__module__,
+        "flyte_ddp.recipes.problems",
+    )
     code: Any = type(recipe)
     if callable(own) and not is_inherited:
         code = inspect.unwrap(own)

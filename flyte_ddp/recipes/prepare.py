@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.config.by_value import code_version, is_by_value
-from flyte_ddp.config.source_code import (
+from flyte_ddp.code.by_value import code_version, is_by_value
+from flyte_ddp.code.source_code import (
     compute_digest_of_files,
     imported_files,
     list_packages,

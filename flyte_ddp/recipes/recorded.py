@@ -7,7 +7,7 @@ from typing import Any
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, default_options, get_recipe
-from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig
+from flyte_ddp.storage.recorded_config import OPTIONS, RecordedConfig
 
 
 def restore_options(

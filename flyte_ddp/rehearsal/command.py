@@ -21,11 +21,11 @@ from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.rank_start import start_server
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import OUTPUTS, function_program, script_program
 from flyte_ddp.launch.train_options import read_fields
+from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.rehearsal.runs import TITLES, Rehearsal
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     start_server(modules)
     # SIGTERM raises SystemExit, so that the blocks below end their processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with own_directory("rehearsal-") as directory:
+    with temporary_directory("rehearsal-") as directory:
         make_program, data = find_program(
             options.program, options.arguments, options.data, directory
         )

@@ -22,7 +22,7 @@ from flyte_ddp.checkpoints.assembly import read_alone
 from flyte_ddp.checkpoints.files import is_manifest, is_tensors
 from flyte_ddp.rehearsal.seen import CHECKPOINTS, list_left
 from flyte_ddp.storage import Storage
-from flyte_ddp.storage.weights import from_bytes
+from flyte_ddp.storage.state_dict_file import from_bytes
 
 MAX_BYTES = 2**31  # bytes of a file that is read
 NUM_VALUES = 16  # values of each tensor that are compared, besides sums

@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.checkpoints import BAD_STEP, stored_steps
-from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.by_value import dumps
+from flyte_ddp.code.by_value import dumps
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run_options import read_given
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.standard_streams import print_line
+from flyte_ddp.process.temporary_directories import temporary_directory
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.recipes.recorded import restore_options
-from flyte_ddp.storage.hidden import OPTIONS
-from flyte_ddp.storage.urls import HIDDEN
+from flyte_ddp.storage.recorded_config import OPTIONS
+from flyte_ddp.storage.redaction import HIDDEN
 
 if TYPE_CHECKING:
-    from flyte_ddp.training.replay import ReplayCall
+    from flyte_ddp.rehearsal.replayed_step import ReplayCall
 
 NEWEST = -1  # stands for the newest step that was found bad
 ARGUMENTS = (
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         step = find_bad_step(options.place)
     whole_number("--step", step, minimum=1)
     # after the mistakes that show without torch
-    from flyte_ddp.training.replay import ReplayCall, find_state
+    from flyte_ddp.rehearsal.replayed_step import ReplayCall, find_state
 
     start, is_bad, state, left_out = find_state(options.place, step)
     print_line(
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     fields = read_fields(options.config, data_source, state, num_ranks)
     num_threads = origin["num_threads"] * (num_ranks == origin["num_ranks"])
     # a recipe may print while it prepares its data
-    with own_directory("replay-") as directory, contextlib.redirect_stdout(sys.stderr):
+    with temporary_directory("replay-") as directory, contextlib.redirect_stdout(sys.stderr):
         terminal = ""
         if options.pdb:
             terminal = f"{directory}/terminal"

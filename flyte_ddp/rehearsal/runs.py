@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.by_value import dumps
+from flyte_ddp.code.by_value import dumps
 from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.standard_streams import print_line
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.rehearsal.faults import Nodes
 from flyte_ddp.rehearsal.seen import CHECKPOINTS, Run, read_run
 

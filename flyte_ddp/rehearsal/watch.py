@@ -40,8 +40,8 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from flyte_ddp import session
-from flyte_ddp.config.frames import is_of_program
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.process.tracebacks import is_of_program
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.snapshot import is_look
 from flyte_ddp.rehearsal.faults import FullFile, Refusal

@@ -22,7 +22,7 @@ from flyte_ddp.storage.environment import (
 )
 from flyte_ddp.storage.filesystem import check_place, check_url, open_filesystem
 from flyte_ddp.storage.limits import check_places, limit_urls, permit
-from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, redact_values
+from flyte_ddp.storage.redaction import has_password, redact_errors, redact_url, redact_values
 
 __all__ = [
     "SHORT_TIMEOUT",

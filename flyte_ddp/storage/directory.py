@@ -24,8 +24,8 @@ from flyte_ddp.errors import ConfigError, FileChanged, StorageDenied, StorageUna
 from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
 from flyte_ddp.storage.file_lock import lock_file
 from flyte_ddp.storage.filesystem import CLIENTS, check_url, open_filesystem
+from flyte_ddp.storage.redaction import redact_url
 from flyte_ddp.storage.uncached_file import UncachedFile
-from flyte_ddp.storage.urls import redact_url
 
 T = TypeVar("T")
 

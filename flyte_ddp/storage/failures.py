@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from flyte_ddp.errors import CheckpointError, ConfigError
-from flyte_ddp.storage.urls import redact_url
+from flyte_ddp.storage.redaction import redact_url
 
 # Classes of errors that mean "no usable credentials", of any store's client. They are compared by
 # name, so that this module imports no client.

@@ -12,14 +12,14 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from flyte_ddp.config.interpreter import call_before_exit
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.process.interpreter import call_before_exit
 from flyte_ddp.storage.clients.azure import AZURE
 from flyte_ddp.storage.clients.google import GOOGLE
 from flyte_ddp.storage.clients.s3 import S3
 from flyte_ddp.storage.failures import describe
 from flyte_ddp.storage.limits import check_opening
-from flyte_ddp.storage.urls import redact_url
+from flyte_ddp.storage.redaction import redact_url
 
 
 def open_filesystem(

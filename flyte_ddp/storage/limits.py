@@ -17,9 +17,9 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from flyte_ddp.config.source_code import find_project
+from flyte_ddp.code.source_code import find_project
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.storage.urls import redact_url
+from flyte_ddp.storage.redaction import redact_url
 
 LIMITS_VARIABLE = "FLYTE_DDP_ALLOWED_URLS"
 WHERE = "(table `allowed` of settings.toml, which is part of the registered version)"

@@ -45,7 +45,7 @@ from flyte_ddp.launch.nodes.dask.place import DaskPlace, check
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.standard_streams import print_line
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import (

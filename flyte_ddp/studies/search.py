@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, check_names
@@ -29,9 +28,10 @@ from flyte_ddp.events import EpochFinished, Event, Reported
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.observers.formats import shown_value
+from flyte_ddp.project.admission import places_of_config
 from flyte_ddp.recipes import config_of, pin_initial_state
 from flyte_ddp.storage import check_places, redact_values
-from flyte_ddp.storage.weights import identify_state
+from flyte_ddp.storage.state_dict_file import identify_state
 
 if TYPE_CHECKING:
     import optuna

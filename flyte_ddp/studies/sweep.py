@@ -19,19 +19,19 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.code.by_value import Checksum, code_version
 from flyte_ddp.config import Monitor, TrainingConfig
-from flyte_ddp.config.by_value import Checksum, code_version
 from flyte_ddp.config.fields import check_object, plain_number, whole_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Reported
-from flyte_ddp.launch.agent.devices import default_num_processes, num_gpus
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import count_workers, function_program, plain_function
-from flyte_ddp.observers.command_line import show_resume_command
+from flyte_ddp.launch.run_observers import show_resume_command
 from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.observers.reports.drawing import save_panels
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.devices import default_num_processes, num_gpus
+from flyte_ddp.process.standard_streams import print_line
+from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.storage import redact_errors
 from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.report import StudyReport
@@ -212,7 +212,7 @@ def sweep(
     lines = TrialLines(print_line, report.runs)
     with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
         runner = TrialRunner(
-            checkpoints or stack.enter_context(own_directory("checkpoints-")),
+            checkpoints or stack.enter_context(temporary_directory("checkpoints-")),
             "",
             client or stack.enter_context(open_cluster(config, f"sweep-{os.urandom(4).hex()}")),
             config,

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable
 from importlib.metadata import version
 
-from flyte_ddp.cluster.admission import IMAGE_VARIABLE
-from flyte_ddp.config.source_code import compute_digest_of_files, source_files
+from flyte_ddp.code.source_code import compute_digest_of_files, source_files
+from flyte_ddp.project.admission import IMAGE_VARIABLE
 
 
 def code_version(packages: Iterable[str] = ()) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flyte_ddp import errors
-from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import FailureKind, RankFailure, SweepFailed
 from flyte_ddp.launch.protocol.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.storage import redact_url
 
 # Only the user can fix these. Another attempt would end in the same way.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.launch.agent.devices import check_requested_gpus
-from flyte_ddp.observers.streams import print_line
 from flyte_ddp.prediction.predict import Predictions
 from flyte_ddp.prediction.predict import predict as predict_data
+from flyte_ddp.process.devices import check_requested_gpus
+from flyte_ddp.process.standard_streams import print_line
 from flyte_ddp.storage import redact_url
 from flyte_ddp.task_run.execution import Execution
 from flyte_ddp.task_run.process import launcher_log

@@ -19,7 +19,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.observers.command_line import keep_first_start, keep_run_id
+from flyte_ddp.launch.run_observers import keep_first_start, keep_run_id
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
 from flyte_ddp.observers.progress_bar import ProgressBar

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.errors import NonFiniteLoss
 from flyte_ddp.events import StepFoundBad
+from flyte_ddp.process.invocation import find_flyte_ddp_command
 from flyte_ddp.storage import redact_url
 from flyte_ddp.training.checkpointer import Checkpointer
 from flyte_ddp.training.progress import Progress

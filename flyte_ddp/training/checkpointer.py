@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.checkpoints.state import count_bytes
-from flyte_ddp.config.by_value import is_by_value
+from flyte_ddp.code.by_value import is_by_value
 from flyte_ddp.errors import CheckpointError, ConfigError, in_one_line
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.agreement import Facts, Read, check_checkpoint
@@ -19,7 +19,7 @@ from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.states import Loaded, check_kind, load_newest
 from flyte_ddp.recipes import list_class_names
 from flyte_ddp.storage import redact_values
-from flyte_ddp.storage.hidden import OPTIONS, hash_hidden
+from flyte_ddp.storage.recorded_config import OPTIONS, hash_hidden
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state, recorded_config
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.trained_state import TrainedState

@@ -20,9 +20,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.rank.data import (
     Samples,
     count_samples,
@@ -34,7 +34,7 @@ from flyte_ddp.rank.plan import derived_seed
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes
-from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+from flyte_ddp.recipes.problems import MultiLabel, Regression, Segmentation
 from flyte_ddp.training.initial_state import abbreviate, freeze_layers
 from flyte_ddp.training.metrics import (
     HeldOutMetrics,

@@ -14,8 +14,8 @@ from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_url
-from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig, flatten
-from flyte_ddp.storage.weights import (
+from flyte_ddp.storage.recorded_config import OPTIONS, RecordedConfig, flatten
+from flyte_ddp.storage.state_dict_file import (
     TORCHVISION,
     class_names_of,
     from_bytes,

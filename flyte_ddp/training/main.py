@@ -25,12 +25,12 @@ from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.training import Needs
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.protocol.messages import Device
 from flyte_ddp.launch.protocol.ranks import choose_threads
+from flyte_ddp.process.threads import start_thread
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
 from flyte_ddp.rank.data import open_samples, take_sample, weigh_samples
 from flyte_ddp.rank.fast_start import call_around_compilations
@@ -42,7 +42,7 @@ from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage
-from flyte_ddp.storage.weights import save_safetensors, with_class_names
+from flyte_ddp.storage.state_dict_file import save_safetensors, with_class_names
 from flyte_ddp.training.checkpointer import RunNotes
 from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import plain_number, suggest
-from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World

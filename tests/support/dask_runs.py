@@ -26,8 +26,8 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.events import Listener, Reported
 from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.assignment import Worker
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.nodes.dask.placement import Worker
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import get_recipe

@@ -7,7 +7,7 @@ import pickle
 
 import torch
 
-from flyte_ddp.storage.weights import class_names_of, with_class_names
+from flyte_ddp.storage.state_dict_file import class_names_of, with_class_names
 
 
 def given_state(contents):

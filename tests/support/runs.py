@@ -26,7 +26,7 @@ from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage.weights import save_safetensors
+from flyte_ddp.storage.state_dict_file import save_safetensors
 from tests.support.events import to_dict
 
 REPOSITORY = Path(__file__).parents[2]

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import (
     CLUSTER,
@@ -33,6 +32,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
+from flyte_ddp.project.admission import IMAGE_VARIABLE
 
 REQUEST_TIMEOUT = 10.0  # seconds for one request to the API server, which may ask a webhook
 # seconds for an API server or an operator that restarts, and for each node to know a new Service

@@ -16,7 +16,6 @@ from decimal import Decimal
 from importlib.metadata import version
 from typing import Any
 
-from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, ApiRefused, call, find, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import (
@@ -36,6 +35,7 @@ from flyte_ddp.cluster.kubernetes.resources import (
     sum_requests,
 )
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.project.admission import Allowed, check_allowed
 
 # All requests of this folder, as (verb, API group, resource, subresource). The file
 # deploy/rbac.yaml grants them.

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from decimal import Decimal
 
-from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.kubernetes.api import context_namespace
 from flyte_ddp.cluster.kubernetes.checks import (
@@ -26,10 +25,11 @@ from flyte_ddp.cluster.kubernetes.checks import (
     run_checks,
 )
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
+from flyte_ddp.code.source_code import read_settings
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.config.options import make_parser
-from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ClusterError, ConfigError
+from flyte_ddp.project.admission import load_allowed
 
 
 def diagnose(

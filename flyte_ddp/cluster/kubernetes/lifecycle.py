@@ -49,10 +49,10 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     network_policy,
     scheduler_name,
 )
-from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.typed_command import find_flyte_ddp_command
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, PreflightError
+from flyte_ddp.process.invocation import find_flyte_ddp_command
+from flyte_ddp.process.threads import start_thread
 
 if TYPE_CHECKING:
     from distributed import Client, Security

@@ -28,7 +28,6 @@ from typing import Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.cluster.config import KubernetesConfig
-from flyte_ddp.config.background import call_in_background, start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
@@ -41,7 +40,8 @@ from flyte_ddp.launch.protocol.messages import (
     NodeJob,
     Outcome,
 )
-from flyte_ddp.observers.streams import open_standard_streams
+from flyte_ddp.process.standard_streams import open_standard_streams
+from flyte_ddp.process.threads import call_in_background, start_thread
 from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file, permit
 
 # seconds without an attempt until this process ends, for example after the driver's death

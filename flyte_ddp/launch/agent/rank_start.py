@@ -26,10 +26,10 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.config.interpreter import find_fork_server, process_config
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS, TRAINING
-from flyte_ddp.observers.streams import open_standard_streams
+from flyte_ddp.process.interpreter import find_fork_server, process_config
+from flyte_ddp.process.standard_streams import open_standard_streams
+from flyte_ddp.process.temporary_directories import temporary_directory
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.protocol.programs import Program
@@ -143,7 +143,7 @@ def shorten_socket_paths() -> None:
         if len(os.fsencode(each)) < MAX_SOCKET_DIRECTORY - 14 and os.access(each, os.W_OK)
     )
     stack = contextlib.ExitStack()
-    config["tempdir"] = stack.enter_context(own_directory("pymp-", next(short, None)))
+    config["tempdir"] = stack.enter_context(temporary_directory("pymp-", next(short, None)))
     util.Finalize(None, stack.close, exitpriority=-100)  # like multiprocessing's own directory
 
 

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
-from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.main_module import hide_main_module
+from flyte_ddp.code.main_module import hide_main_module
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -42,11 +41,9 @@ from flyte_ddp.errors import (
     log_failures,
 )
 from flyte_ddp.events import NodeMeasured
-from flyte_ddp.launch.agent.devices import measure_gpus
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
-from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.messages import (
     DEATH_GRACE,
@@ -74,7 +71,10 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.launch.protocol.signals import StopRequest, find_signal
-from flyte_ddp.storage.cgroups import count_oom_kills, memory_use
+from flyte_ddp.process.devices import measure_gpus
+from flyte_ddp.process.memory_limits import count_oom_kills, memory_use
+from flyte_ddp.process.temporary_directories import temporary_directory
+from flyte_ddp.process.threads import start_thread
 
 CRASH_LINES = 500  # lines of output that may show why a signal ended a process
 # message with which gloo ends a process
@@ -112,7 +112,7 @@ def supervise(
     end = End(Outcome.FAILED)
     try:
         _check_interfaces()
-        with own_directory("ranks-") as logs:
+        with temporary_directory("ranks-") as logs:
             ranks = _Ranks(job, node, listener, logs, link, memory)
             try:
                 end = ranks.watch(prepared)

@@ -25,9 +25,7 @@ from typing import Protocol, TypeVar
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
-from flyte_ddp.config.background import call_in_background
-from flyte_ddp.config.source_code import describe_commit
-from flyte_ddp.config.typed_command import COMMAND_VARIABLE, find_flyte_ddp_command
+from flyte_ddp.code.source_code import describe_commit
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -49,7 +47,9 @@ from flyte_ddp.launch.control.stored_steps import StoredSteps
 from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
-from flyte_ddp.observers.streams import open_standard_streams, print_line
+from flyte_ddp.process.invocation import COMMAND_VARIABLE, find_flyte_ddp_command
+from flyte_ddp.process.standard_streams import open_standard_streams, print_line
+from flyte_ddp.process.threads import call_in_background
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_errors, redact_url, redact_values
 
 # seconds for listeners to finish what they have begun: W&B's and MLflow's last files

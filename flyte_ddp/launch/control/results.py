@@ -9,12 +9,12 @@ import queue
 import time
 from collections.abc import Callable
 
-from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError, TrainingStopped, in_one_line
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.protocol.messages import Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.process.threads import call_in_background
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage
 
 Destination = str | os.PathLike[str] | Callable[[str, bytes], object]

@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
-from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.agent.devices import (
-    check_requested_gpus,
-    default_num_processes,
-    num_cores,
-    num_gpus,
-)
 from flyte_ddp.launch.agent.link import Link
-from flyte_ddp.launch.agent.scratch import own_directory, take_files
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.protocol.messages import End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, stop_grace
 from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.process.devices import (
+    check_requested_gpus,
+    default_num_processes,
+    num_cores,
+    num_gpus,
+)
+from flyte_ddp.process.temporary_directories import take_files, temporary_directory
+from flyte_ddp.process.threads import call_in_background
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.control.driver import Run
@@ -84,7 +84,7 @@ class LocalPlace:
     def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
         """Return this machine at once."""
         if run.results and not self.results:
-            self.results = self._stack.enter_context(own_directory("results-"))
+            self.results = self._stack.enter_context(temporary_directory("results-"))
         return LocalNodes(self, run)
 
     def close(self, run: Run) -> None:

@@ -9,7 +9,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from flyte_ddp.config.frames import LIBRARIES
+from flyte_ddp.process.tracebacks import LIBRARIES
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import termination_grace
-from flyte_ddp.config.source_code import files_below, source_files
+from flyte_ddp.code.source_code import files_below, source_files
 from flyte_ddp.config.training import Needs
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, RankFailure

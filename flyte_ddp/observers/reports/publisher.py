@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.process.threads import call_in_background
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from flyte_ddp.observers.formats import (
     title_of,
 )
 from flyte_ddp.observers.reports.page import Row, Section, Tile
-from flyte_ddp.storage.hidden import flatten
+from flyte_ddp.storage.recorded_config import flatten
 
 MAX_ROWS = 100  # layers in the table
 MAX_CHANGES = 20  # changes of the slow ranks in the table

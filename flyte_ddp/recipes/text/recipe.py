@@ -122,8 +122,8 @@ class Text(Recipe):
         require("recipe text", "tokenizers", "transformers")
         from flyte_ddp.recipes.text import pretrained
         from flyte_ddp.recipes.text.corpus import Corpus
+        from flyte_ddp.recipes.text.shards import prepare_windows, read_window_note
         from flyte_ddp.recipes.text.token_files import prepare_shards
-        from flyte_ddp.recipes.text.windows import prepare_windows, read_window_note
 
         corpus = Corpus(source, self.separator, self.files, self.column)
         model = directory / MODEL
@@ -198,6 +198,7 @@ class Text(Recipe):
         import torch
         from torch.utils.data import TensorDataset
 
+        from flyte_ddp.recipes.text.shards import to_window
         from flyte_ddp.recipes.text.token_files import (
             FACTS_FILE,
             HELD_OUT_FILE,
@@ -205,7 +206,6 @@ class Text(Recipe):
             read_windows,
         )
         from flyte_ddp.recipes.text.tokens import read_tokenizer
-        from flyte_ddp.recipes.text.windows import to_window
 
         # `model`, `figures` and `generate_sample` read these.
         self._directory = directory

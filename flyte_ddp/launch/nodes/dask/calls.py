@@ -15,11 +15,11 @@ import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client
 
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
-from flyte_ddp.launch.agent import devices, scratch
-from flyte_ddp.launch.nodes.dask import leaving, worker
+from flyte_ddp.launch.nodes.dask import preemption, worker
+from flyte_ddp.process import devices, temporary_directories
 
 # Pickle code for the workers by value: they may have no such module, or an older one.
-for module in (worker, leaving, devices, scratch):
+for module in (worker, preemption, devices, temporary_directories):
     cloudpickle.register_pickle_by_value(module)
 
 

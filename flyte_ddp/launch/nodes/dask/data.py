@@ -21,11 +21,11 @@ from pathlib import Path
 
 from distributed import Client
 
-from flyte_ddp.config.source_code import MAX_SIZE
+from flyte_ddp.code.source_code import MAX_SIZE
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.nodes.dask.calls import call_workers
-from flyte_ddp.launch.nodes.dask.placement import DaskNode
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.recipes.prepare import NOTE, describe_data
 from flyte_ddp.storage import Storage

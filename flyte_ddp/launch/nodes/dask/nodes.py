@@ -28,6 +28,7 @@ from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.nodes.dask.calls import (
     ByValue,
     call_scheduler,
@@ -36,9 +37,8 @@ from flyte_ddp.launch.nodes.dask.calls import (
     scheduler_id,
     send_command,
 )
-from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
-from flyte_ddp.launch.nodes.dask.leaving import hold_scheduler
-from flyte_ddp.launch.nodes.dask.placement import DaskNode
+from flyte_ddp.launch.nodes.dask.preemption import hold_scheduler
+from flyte_ddp.launch.nodes.dask.scale_up import ScaleUpWatch
 from flyte_ddp.launch.protocol.failures import shorten
 from flyte_ddp.launch.protocol.messages import (
     End,
@@ -69,7 +69,7 @@ class DaskNodes(Nodes):
     nodes: list[DaskNode]
     # Returns the job of each node in an attempt, given the number of restarts before the attempt.
     make_jobs: Callable[[Job, int], list[NodeJob]]
-    growth: GrowthWatch  # the watch for a larger gang
+    growth: ScaleUpWatch  # the watch for a larger gang
 
     _began_at: float = 0.0  # seconds since the epoch
     _name: str = ""  # name of the attempt and of the topic of its messages

@@ -22,18 +22,18 @@ from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.assignment import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.calls import (
     call_workers,
     listed_workers,
     scheduler_id,
 )
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
-from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
-from flyte_ddp.launch.nodes.dask.leaving import CLOSE_RESERVE
+from flyte_ddp.launch.nodes.dask.discovery import WorkerDiscovery
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
-from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
-from flyte_ddp.launch.nodes.dask.roll_call import RollCall
+from flyte_ddp.launch.nodes.dask.preemption import CLOSE_RESERVE
+from flyte_ddp.launch.nodes.dask.scale_up import ScaleUpWatch
 from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
@@ -64,7 +64,7 @@ class DaskPlace:
 
     def __post_init__(self) -> None:
         config = self.config
-        self._roll_call = RollCall(self.client)
+        self._discovery = WorkerDiscovery(self.client)
         self.max_restarts = config.max_restarts
         grace: float = DEFAULT_GRACE
         if config.resolved_kind == "kubernetes":
@@ -86,7 +86,7 @@ class DaskPlace:
         one of the nodes.
         """
         if not self._code:
-            self._roll_call.plugin, self._code = run.name, packed_code(run.job.program)
+            self._discovery.plugin, self._code = run.name, packed_code(run.job.program)
             if run.prepared and run.storage:
                 if self.pool:
                     self._data = self.pool.data
@@ -94,7 +94,7 @@ class DaskPlace:
                     self._data = SharedData(run.storage)
         sizes = usable_sizes(run.job.program, self.config)
         workers = self._wait_for_workers(run, previous, sizes)
-        self._roll_call.is_strict = False
+        self._discovery.is_strict = False
         size = next(size for size in sizes if size <= len(workers))
         directory = ""
         if run.prepared:
@@ -113,7 +113,7 @@ class DaskPlace:
 
     def close(self, run: Run) -> None:
         """Remove the plugin from the workers and the copy of the data from the store."""
-        asked = self._roll_call.known & set(listed_workers(self.client))
+        asked = self._discovery.known & set(listed_workers(self.client))
         call_workers(self.client, asked, worker.uninstall, run.name)
         if self.pool:
             self.pool.release(run.name)
@@ -139,7 +139,7 @@ class DaskPlace:
                 client = connect(self.client.scheduler.address, deadline, self.client.security)
             except ClusterError:
                 return False
-            self.client = self._roll_call.client = self._clients.enter_context(closing(client))
+            self.client = self._discovery.client = self._clients.enter_context(closing(client))
             self._latest.scheduler_id = now
         return True
 
@@ -156,7 +156,7 @@ class DaskPlace:
         nodes = self._latest.nodes
         leaving = {node.address for node in nodes if node.departure}
         # A worker that is just closing does not answer.
-        self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")
+        self._discovery.unfit |= dict.fromkeys(leaving, "it leaves")
         return {*(self._latest.growth.members or (node.address for node in nodes))} - leaving
 
     def _wait_for_workers(
@@ -211,7 +211,7 @@ class DaskPlace:
 
     def _find_idle(self, run: Run) -> list[Worker]:
         """Return the workers that the run may have now."""
-        workers = self._roll_call.present_workers()
+        workers = self._discovery.present_workers()
         if self.pool is None:
             return [each for each in workers if not each.is_busy]
         config = self.config
@@ -224,7 +224,7 @@ class DaskPlace:
         nodes: Sequence[DaskNode],
         sizes: Sequence[int],
         directory: str,
-    ) -> GrowthWatch:
+    ) -> ScaleUpWatch:
         """Return the watch for workers with which the gang of these nodes could be larger."""
         addresses = {node.address for node in nodes}
         if run.storage is None:
@@ -243,11 +243,11 @@ class DaskPlace:
                 message = pickle.dumps(dataclasses.replace(node_job, is_ahead=True))
                 call_workers(self.client, [address], _make_preparation(run.name, message))
 
-        return GrowthWatch(
+        return ScaleUpWatch(
             [each for each in workers if each.address in addresses],
             sizes,
             self.config,
-            self._roll_call,
+            self._discovery,
             check_nodes,
             prepare_nodes,
             not_before=self._grown_at + self.config.grow_interval,

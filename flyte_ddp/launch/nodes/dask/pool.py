@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flyte_ddp.launch.nodes.dask.assignment import Worker
 from flyte_ddp.launch.nodes.dask.data import SharedData
-from flyte_ddp.launch.nodes.dask.placement import Worker
 
 
 @dataclass(eq=False)

@@ -32,11 +32,11 @@ from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.comm import get_address_host
 
-from flyte_ddp.launch.agent.devices import visible_gpus
-from flyte_ddp.launch.agent.scratch import take_files
-from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
+from flyte_ddp.launch.nodes.dask.preemption import announce_departures, is_leaving
 from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
+from flyte_ddp.process.devices import visible_gpus
+from flyte_ddp.process.temporary_directories import take_files
 
 NODE = "flyte_ddp.launch.agent.main"  # a name: the worker may lack the module
 # seconds for an agent whose pipe was closed to kill its ranks and exit

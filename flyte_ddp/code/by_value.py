@@ -23,8 +23,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from flyte_ddp.config.main_module import NAMES
-from flyte_ddp.config.source_code import (
+from flyte_ddp.code.main_module import NAMES
+from flyte_ddp.code.source_code import (
     compute_digest_of_files,
     find_packages,
     imported_files,

@@ -19,7 +19,7 @@ from typing import Any
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.directory import compute_sha256
-from flyte_ddp.storage.urls import redact_url
+from flyte_ddp.storage.redaction import redact_url
 
 TORCHVISION = "torchvision:"  # beginning of the name of a state that torchvision publishes
 PINNED = re.compile(r"(.+) \(sha256 ([0-9a-f]{64})\)", re.S)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.storage.urls import HIDDEN, drop_signatures, redact_values
+from flyte_ddp.storage.redaction import HIDDEN, drop_signatures, redact_values
 
 OPTIONS = "recipe_options"
 COST = {"n": 2**14, "r": 8, "p": 1}  # scrypt's cost: 40 ms and 16 MiB for a value

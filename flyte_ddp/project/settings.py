@@ -20,15 +20,15 @@ from typing import Any
 
 import click
 
-from flyte_ddp.cluster.admission import Allowed
-from flyte_ddp.config.fields import LIMITS, Checked, check, check_names, field, is_cron, validate
-from flyte_ddp.config.source_code import (
+from flyte_ddp.code.source_code import (
     SETTINGS_FILE,
     find_project,
     read_settings,
 )
+from flyte_ddp.config.fields import LIMITS, Checked, check, check_names, field, is_cron, validate
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.observers.recorder import TRACKERS
+from flyte_ddp.project.admission import Allowed
 from flyte_ddp.storage import has_password
 
 PROFILES = ("production", "sandbox")

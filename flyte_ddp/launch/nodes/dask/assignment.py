@@ -8,10 +8,10 @@ from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.agent.devices import MISSING_GPUS_HINT
 from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.protocol.failures import natural_key
 from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.process.devices import MISSING_GPUS_HINT
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from distributed.versions import get_versions
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.assignment import Worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
-from flyte_ddp.launch.nodes.dask.placement import Worker
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class RollCall:
+class WorkerDiscovery:
     """The workers that answer and run the same versions as this process. A set of workers contains
     their addresses.
     """

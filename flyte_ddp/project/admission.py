@@ -17,12 +17,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
+from flyte_ddp.code.source_code import read_settings
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import LISTED, Checked, check, field
-from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.limits import WHERE, covers, looks_like_place
-from flyte_ddp.storage.weights import TORCHVISION, split_pin
+from flyte_ddp.storage.state_dict_file import TORCHVISION, split_pin
 
 URLS = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")
 OF_PODS = (

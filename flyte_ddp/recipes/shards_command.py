@@ -15,7 +15,7 @@ from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable, in_one_
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.image_folder.files import SUFFIXES
 from flyte_ddp.recipes.image_folder.shards import write_images
-from flyte_ddp.recipes.text.windows import write_windows
+from flyte_ddp.recipes.text.shards import write_windows
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage
 from flyte_ddp.storage.failures import is_full
 

@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from flyte_ddp.code.source_code import describe_commit, read_settings
 from flyte_ddp.config.fields import suggest
-from flyte_ddp.config.source_code import describe_commit, read_settings
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"

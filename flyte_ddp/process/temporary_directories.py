@@ -19,7 +19,7 @@ OWNER = ".owner"
 
 
 @contextlib.contextmanager
-def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
+def temporary_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
     """Make a directory for the length of the block. Remove the directories that killed processes
     have left beside it.
     """

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flyte_ddp.config.typed_command import POD_VARIABLE, find_entered_command
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.events import Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.process.invocation import POD_VARIABLE, find_entered_command
+from flyte_ddp.process.standard_streams import print_line
 from flyte_ddp.storage import Storage
 
 RUNS = "runs"  # where the directory of a run is made

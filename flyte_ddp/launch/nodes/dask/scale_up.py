@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
-from flyte_ddp.launch.nodes.dask.roll_call import RollCall
+from flyte_ddp.launch.nodes.dask.assignment import DaskNode, Worker, assign_nodes
+from flyte_ddp.launch.nodes.dask.discovery import WorkerDiscovery
+from flyte_ddp.process.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class GrowthWatch:
+class ScaleUpWatch:
     """Looks for workers, from a thread, until it is closed. A full gang needs no workers."""
 
     gang: Sequence[Worker]  # the workers of the gang
     sizes: Sequence[int]  # the numbers of nodes at which the run can go on, largest first
     config: ClusterConfig
-    roll_call: RollCall
+    discovery: WorkerDiscovery
     # Raises ConfigError if one of the given nodes cannot take part, and an error of any kind if the
     # gang could not save its state just now.
     check_nodes: Callable[[Sequence[DaskNode]], None]
@@ -78,7 +78,7 @@ class GrowthWatch:
         """
         own = {each.address for each in self.gang}
         staying = [each for each in self.gang if each.address not in self.leaving]
-        idle = [each for each in self.roll_call.present_workers(own) if self._is_fit(each)]
+        idle = [each for each in self.discovery.present_workers(own) if self._is_fit(each)]
         now = time.monotonic()
         settled = self._find_settled(idle, now)
         size = next((size for size in self.sizes if size <= len(staying) + len(settled)), 0)
@@ -91,7 +91,7 @@ class GrowthWatch:
             try:
                 self.check_nodes([node])
             except ConfigError as error:
-                self.roll_call.mark_unfit(node.address, str(error))
+                self.discovery.mark_unfit(node.address, str(error))
                 return frozenset()  # the next look leaves it out
         ready = {each.address for each in idle if each.has_agent}
         # A gang with leaving nodes does not wait.
@@ -123,7 +123,7 @@ class GrowthWatch:
 
     def _is_fit(self, each: Worker) -> bool:
         if len(each.gpus) < self.config.gpus_per_node:
-            self.roll_call.mark_unfit(
+            self.discovery.mark_unfit(
                 each.address,
                 f"gpus_per_node: expected {self.config.gpus_per_node}, got {len(each.gpus)} on "
                 f"worker {each.name}",
