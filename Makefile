@@ -108,10 +108,10 @@ test-all: $(TESTED)  ## also these and the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte and not flyte2'
 
 test-docs: $(TESTED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/test_docs.py tests/test_example_scripts.py \
-	  tests/test_integrations.py tests/test_project.py tests/test_mlflow.py tests/test_flyte2.py tests/test_stores.py \
-	  tests/test_storage.py tests/test_ownership.py tests/test_champion.py
-	$(BIN)/python -m pytest tests/test_examples_in_docstrings.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/doors/test_docs.py tests/doors/test_example_scripts.py \
+	  tests/gang/test_integrations.py tests/doors/test_new_project.py tests/observers/test_mlflow.py tests/doors/test_flyte2.py tests/storage/test_stores.py \
+	  tests/storage/test_storage.py tests/checkpoints/test_ownership.py tests/promotion/test_champion.py
+	$(BIN)/python -m pytest tests/doors/test_examples_in_docstrings.py
 
 EMULATORS := build/emulators
 emulators: $(EMULATORS)/fake-gcs-server $(EMULATORS)/node_modules/.bin/azurite-blob  ## of Google's and Azure's stores, for the tests, which fetch them too; needs Go and npm
@@ -126,15 +126,15 @@ test-gpu: $(TESTED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
 test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/outside/kubernetes
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/flyte
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/outside/flyte
 
 SDK := build/flyte2
 test-flyte2: IMAGE = my-project:dev
 test-flyte2: $(TESTED) $(SDK)  ## real runs, from a new project, on the Flyte 2 that FLYTECTL_CONFIG names (its program `manager`, its CRD, an S3 such as moto: FLYTE_AWS_ENDPOINT and its keys); FLYTE_DDP_TEST_BUILDER builds its image for the nodes (KUBECONFIG), or they have it as IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP -m flyte2 tests/flyte2
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP -m flyte2 tests/outside/flyte2
 
 $(SDK):  # the SDK of Flyte 2 lies beside the environment and not in it
 	$(UV) pip install --quiet --python $(BIN)/python --target $@ flyte==2.12.1

@@ -151,7 +151,7 @@ def server_with_compiler():
 @pytest.fixture(scope="module")
 def server_with_metrics():
     """Ranks with torchmetrics imported, as in a process with own metrics in its first recipe."""
-    yield from import_in_ranks("tests.test_task_metrics.Numbers")
+    yield from import_in_ranks("tests.training.test_task_metrics.Numbers")
 
 
 def import_in_ranks(recipe, **config):

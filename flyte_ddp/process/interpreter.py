@@ -1,7 +1,7 @@
 """Private names of Python, which make a rank start faster or end in order. All can be missing.
 
 A Python without these names never ends a run: each function says what happens then, and
-tests/test_interpreter.py shows that each name still helps. Imports no torch.
+tests/process/test_interpreter.py shows that each name still helps. Imports no torch.
 """
 
 from __future__ import annotations

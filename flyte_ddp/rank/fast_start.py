@@ -2,7 +2,7 @@
 wrong. All can be missing.
 
 A torch without these names never ends a run: each function says what happens then, and
-tests/test_fast_start.py shows that each name still helps.
+tests/rank/test_fast_start.py shows that each name still helps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rules for restarts: whether a run goes on after an attempt has failed, and how.
 
-`decide` is a pure function, without a clock, a socket or a store. tests/test_policy.py has its
+`decide` is a pure function, without a clock, a socket or a store. tests/launch/test_policy.py has its
 table of cases.
 """
 

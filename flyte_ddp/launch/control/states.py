@@ -11,7 +11,7 @@ save their state and end, because the run ends, nodes leave or the gang grows. A
 follow the first one. Killing: a rank has failed, or the ranks did not end in time. Ended: on each
 node that can be reached all processes are gone.
 
-tests/test_states.py has the table of cases.
+tests/launch/test_states.py has the table of cases.
 """
 
 from __future__ import annotations

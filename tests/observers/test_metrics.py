@@ -1,0 +1,306 @@
+"""Prometheus reads a run's newest figures from the port that registration asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from flytekit import task
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+
+from flyte_ddp.cluster.config import GRACE_VARIABLE
+from flyte_ddp.events import (
+    AttemptEnded,
+    CheckpointSaved,
+    Straggler,
+    StragglersFound,
+)
+from flyte_ddp.flyte import resources
+from flyte_ddp.observers.metrics import (
+    METRICS,
+    PORT_VARIABLE,
+    MetricsServer,
+    requested_port,
+)
+from tests.support.prometheus import needs_prometheus, promtool
+from tests.support.short_run import feed, loaded, reported, run_finished, started, whole_run
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def scrape(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = answer.read().decode()
+    return text, {
+        name: float(value)
+        for name, value in re.findall(
+            (
+                r"^(\w+)\{[^\n]*\} "
+                r"(\S+)$"
+            ),
+            text,
+            re.M,
+        )
+    }
+
+
+def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
+    server = MetricsServer(0)
+    run = server.follow(2, recipe="digits", run='f1-"n1"')
+    try:
+        assert scrape(server)[1] == {
+            "flyte_ddp_attempt": 2,
+            "flyte_ddp_restarts_total": 0,
+            "flyte_ddp_announced_losses_total": 0,
+            "flyte_ddp_stragglers": 0,
+            "flyte_ddp_straggler_ratio": 1,
+            "flyte_ddp_finished": 0,
+        }
+        for at, event in enumerate(whole_run()[:-12]):
+            feed(run, dataclasses.replace(event, at=time.time() + at))
+        assert 0 < scrape(server)[1]["flyte_ddp_remaining_seconds"] < 60
+        for event in whole_run()[-12:]:
+            feed(run, event)
+        # The store does not have this checkpoint.
+        feed(run, CheckpointSaved(13, "file:///c/13.json", False, 0.1))
+        text, found = scrape(server)
+        assert set(found) == set(METRICS)
+        expected = {
+            "step": 12,
+            "steps_planned": 12,
+            "checkpoint_step": 12,
+            "checkpoint_copied_step": 13,
+            "epoch": 3,
+            "world_size": 2,
+            "attempt": 2,
+            "restarts_total": 0,
+        }
+        assert {name: found[f"flyte_ddp_{name}"] for name in expected} == expected
+        assert found["flyte_ddp_accuracy_ratio"] == pytest.approx(1 - 0.1 / 3)
+        assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
+        assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
+        assert text.count("# TYPE ") == len(METRICS)
+        slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
+        for event, stragglers in (
+            (StragglersFound(12, [slow]), (1, pytest.approx(1.5))),
+            # The run waits for nodes after this attempt.
+            (AttemptEnded(12, "a node was lost", 0.0), (0, 1)),
+        ):
+            feed(run, event)
+            found = scrape(server)[1]
+            assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == stragglers
+        for event in (started(), loaded(8), run_finished()):
+            feed(run, event)
+        found = scrape(server)[1]
+        expected = {"restarts_total": 1, "step": 8, "finished": 1, "checkpoint_step": 8}
+        assert {name: found[f"flyte_ddp_{name}"] for name in expected} == expected
+    finally:
+        server.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(server)
+
+
+@needs_prometheus
+def test_promtool_accepts_names_help_and_values_of_all_figures():
+    server = MetricsServer(0)
+    run = server.follow(1, recipe="digits", run="f1-n1")
+    not_a_number = dataclasses.replace(reported(12), values={"loss": float("nan")})
+    for event in (*whole_run(), not_a_number):
+        feed(run, event)
+    text = scrape(server)[0]
+    server.close()
+    counters = {"flyte_ddp_restarts_total", "flyte_ddp_announced_losses_total"}
+    assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == counters
+    promtool("check", "metrics", stdin=text)
+
+
+def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(caplog):
+    first = MetricsServer(0)
+    second = MetricsServer(first.port)
+    assert f"metrics are not served: port {first.port}: " in caplog.text
+    feed(second.follow(), started())
+    second.close()
+    first.close()
+
+
+def test_runs_side_by_side_are_served_until_each_has_ended():
+    server = MetricsServer(0)
+    runs = [server.follow(trial=str(number)) for number in (1, 2)]
+    for number, run in enumerate(runs):
+        feed(run, loaded(number))
+    text = scrape(server)[0]
+    assert 'flyte_ddp_step{trial="1"} 0.0\nflyte_ddp_step{trial="2"} 1.0\n' in text
+    assert text.count("# TYPE flyte_ddp_step gauge") == 1
+    runs[0].close(None)
+    text = scrape(server)[0]
+    assert 'trial="1"' not in text
+    runs[1].close(RuntimeError())
+    assert scrape(server)[0] == ""
+    server.close()
+
+
+def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names(monkeypatch):
+    without = resources.pod(resources.SETTINGS.training, trains=True)
+    assert PORT_VARIABLE not in without["environment"]
+    assert without["pod_template"].pod_spec.containers[0].ports is None
+    asked = dataclasses.replace(resources.SETTINGS, metrics_port=9500)
+    monkeypatch.setattr(resources, "SETTINGS", asked)
+
+    @task(**resources.pod(asked.training, trains=True))
+    def train() -> None: ...
+
+    image = Image("default", "registry.example.com/flyte-ddp", "1")
+    pod = train.get_k8s_pod(SerializationSettings(ImageConfig(image)))
+    (container,) = pod.pod_spec["containers"]
+    (monitor,) = (each for each in documents("alerts.yaml") if each["kind"] == "PodMonitor")
+    # Flyte's label on every task's pod
+    selected = {"matchExpressions": [{"key": "execution-id", "operator": "Exists"}]}
+    assert monitor["spec"]["selector"] == selected
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
+    assert container["ports"] == [{"name": endpoint["port"], "containerPort": 9500}]
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert (environment[PORT_VARIABLE], environment[GRACE_VARIABLE]) == ("9500", "60")
+    monkeypatch.setenv(PORT_VARIABLE, environment[PORT_VARIABLE])
+    assert requested_port() == 9500
+    assert pod.pod_spec["terminationGracePeriodSeconds"] == 60
+    assert container["name"] == train.get_config(None)["primary_container_name"]
+    assert container["image"] == "registry.example.com/flyte-ddp:1"
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert train.shared_memory == f"{asked.training.shared_memory_gib}Gi"
+
+
+def documents(name):
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def alert_groups():
+    (rules,) = (each for each in documents("alerts.yaml") if each["kind"] == "PrometheusRule")
+    return rules["spec"]["groups"]
+
+
+def test_the_alert_rules_of_deploy_use_figures_that_are_served():
+    rules = [rule for group in alert_groups() for rule in group["rules"]]
+    used = set(re.findall(r"flyte_ddp_\w+", " ".join(rule["expr"] for rule in rules)))
+    assert used
+    assert used <= set(METRICS)
+    symptoms = set(re.findall(r"^\| \*(.+?)\*", (DEPLOY / "RUNBOOK.md").read_text(), re.M))
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        symptom = re.fullmatch('deploy/RUNBOOK.md, symptom "(.+)"', rule["annotations"]["runbook"])
+        assert symptom[1] in symptoms
+    assert {rule["alert"] for rule in rules} == {fault[0] for fault in FAULTS}
+
+
+def series(name, values, **labels):
+    return {
+        "series": name + "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}",
+        "values": values,
+    }
+
+
+# For each fault of an alert: its series with a value each minute, the labels of the alert, and
+# minutes at which it does not fire yet, fires, and does not fire any more.
+RUN = {"namespace": "n", "run": "f1-n1"}
+MONITOR = {"namespace": "n", "cronjob": "champion-status"}
+FAULTS = [
+    (
+        "TrainingWithoutProgress",
+        [
+            series(
+                "flyte_ddp_last_event_timestamp_seconds", "60+0x34 2100+60x10", **RUN, pod="f1-n1-0"
+            ),
+            series("flyte_ddp_finished", "0+0x50", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_last_event_timestamp_seconds", "60+0x50", run="f2-n1"),
+            series("flyte_ddp_finished", "1+0x50", run="f2-n1"),  # This attempt has ended.
+        ],
+        {**RUN, "pod": "f1-n1-0"},
+        (30, 33, 36),
+    ),
+    (
+        "TrainingRestartsOften",
+        [  # two restarts in the first attempt; the second attempt; one restart in it
+            series("flyte_ddp_restarts_total", "0 1 2 _x7", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_attempt", "0 0 0 _x7", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_restarts_total", "_x8 0 0 1 1 stale", **RUN, pod="f1-n1-1"),
+            series("flyte_ddp_attempt", "_x8 1 1 1 1 stale", **RUN, pod="f1-n1-1"),
+        ],
+        RUN,
+        (7, 9, 14),
+    ),
+    (
+        "TrainingSlowRank",
+        [  # The rank is slow for two minutes, and again from minute 20 on.
+            series("flyte_ddp_stragglers", "0 1 1 0+0x16 1+0x20 0+0x9", **RUN),
+            series("flyte_ddp_finished", "0+0x50", **RUN),
+        ],
+        RUN,
+        (24, 26, 42),
+    ),
+    (
+        "CheckpointsLate",
+        # each upload takes ten minutes, and a state is copied every minute; from minute 40 on none
+        # arrives for 35
+        [
+            series("flyte_ddp_checkpoint_copied_step", "0+10x90", **RUN),
+            series(
+                "flyte_ddp_checkpoint_step",
+                "0+0x9 90+0x9 190+0x9 290+0x9 390+0x34 740+0x15",
+                **RUN,
+            ),
+            series("flyte_ddp_finished", "0+0x90", **RUN),
+        ],
+        RUN,
+        (65, 71, 76),
+    ),
+    (
+        "RetrainingSilentOrStuck",
+        [  # The alert fires at minutes 31, 91 and 211, but not at 151.
+            series("kube_cronjob_created", "0+0x300", **MONITOR),
+            series(
+                "kube_cronjob_status_last_successful_time",
+                "_x31 1860+0x59 5460+0x119 12660+0x59",
+                **MONITOR,
+            ),
+        ],
+        MONITOR,
+        (180, 182, 212),
+    ),
+    (
+        "RetrainingSilentOrStuck",
+        [  # never, until minute 95
+            series("kube_cronjob_created", "0+0x300", **MONITOR),
+            series("kube_cronjob_status_last_successful_time", "_x95 5700+0x30", **MONITOR),
+        ],
+        MONITOR,
+        (89, 91, 95),
+    ),
+]
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    ("alert", "found", "labels", "minutes"), FAULTS, ids=[fault[0] for fault in FAULTS]
+)
+def test_an_alert_fires_once_for_its_fault_and_stops(tmp_path, alert, found, labels, minutes):
+    (rule,) = (
+        rule for group in alert_groups() for rule in group["rules"] if rule["alert"] == alert
+    )
+    firing = {"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": rule["annotations"]}
+    checks = [
+        {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": [firing] if is_firing else []}
+        for minute, is_firing in zip(minutes, (False, True, False), strict=True)
+    ]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": alert_groups()}))
+    promtool("check", "rules", tmp_path / "rules.yaml")
+    case = {"interval": "1m", "input_series": found, "alert_rule_test": checks}
+    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    promtool("test", "rules", tmp_path / "test.yaml")

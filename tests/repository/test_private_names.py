@@ -1,0 +1,79 @@
+"""Private names of other libraries have one place per library, where each name may be missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+DOCUMENTED = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_current_frames"}
+# Names by file. Each file is the one place of a library, or of a part of it.
+NAMES = {
+    # torch
+    "rank/fast_start.py": {
+        "_set_ddp_runtime_logging_sample_rate",
+        "_check_reducer_finalized",
+        "_get_ddp_logging_data",
+        "_get_backend",
+        "_timeout",
+    },
+    "rank/collectives.py": {"_world"},  # torch's flight recorder; imports no torch
+    # Without these names of torch, no state is copied, split or read.
+    "checkpoints/staging.py": {"_cdata"},
+    "training/fsdp.py": {"_parameters", "_buffers"},
+    "storage/state_dict_file.py": {"_rebuild_tensor_v2", "_rebuild_parameter"},
+    "rehearsal/watch.py": {"_non_persistent_buffers_set"},
+    # torchmetrics
+    "training/metrics.py": {"_defaults", "_reductions"},
+    # transformers
+    "integrations/transformers.py": {"_load_from_checkpoint"},
+    # flytekit
+    "flyte/deck.py": {"_html"},
+    "flyte/rank_call.py": {"_output_to_literal_map"},
+    "flyte/distributed.py": {"_checkpoint_dest", "_checkpoint_src"},
+    # clients of stores
+    "storage/filesystem.py": {"_strip_protocol", "_cache"},  # fsspec
+    "storage/clients/s3.py": {"_call_s3"},
+    "storage/clients/google.py": {"_request"},
+    "storage/clients/azure.py": {"_config", "_pipeline", "_transport"},
+}
+
+
+def of_self(node):
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(tree):
+    """Yield the private attributes that code reads or sets on other objects than its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and not of_self(node):
+            yield node.attr
+
+
+def own_names(tree):
+    """Yield the private names that code itself gives."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            yield node.attr
+
+
+def test_private_names_of_libraries_are_in_their_places():
+    package = REPOSITORY / "flyte_ddp"
+    trees = {
+        path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
+    }
+    own = {name for tree in trees.values() for name in own_names(tree)} - set().union(
+        *NAMES.values()
+    )
+    found = {}
+    for file, tree in trees.items():
+        names = set(private_names(tree)) - own - DOCUMENTED
+        if names:
+            found[file] = names
+    assert found == NAMES
