@@ -99,13 +99,13 @@ PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 .PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements
 
 test: $(TESTED)  ## the tests that need nothing but this machine, in eight minutes on two cores
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow and not gpu and not kubernetes and not flyte and not flyte2'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
 
 test-long: $(TESTED)  ## the next longest tests, in four minutes: losses, several nodes, outages
 	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow'
 
 test-all: $(TESTED)  ## also these and the slow ones
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte and not flyte2'
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-docs: $(TESTED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/doors/test_docs.py tests/doors/test_example_scripts.py \
@@ -123,18 +123,18 @@ $(EMULATORS)/node_modules/.bin/azurite-blob:
 	npm install --silent --no-audit --prefix $(EMULATORS) azurite@3.35.0
 
 test-gpu: $(TESTED)  ## the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/outside/gpu
 
 test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/outside/kubernetes
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/outside/kubernetes
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/outside/flyte
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP tests/outside/flyte
 
 SDK := build/flyte2
 test-flyte2: IMAGE = my-project:dev
 test-flyte2: $(TESTED) $(SDK)  ## real runs, from a new project, on the Flyte 2 that FLYTECTL_CONFIG names (its program `manager`, its CRD, an S3 such as moto: FLYTE_AWS_ENDPOINT and its keys); FLYTE_DDP_TEST_BUILDER builds its image for the nodes (KUBECONFIG), or they have it as IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP -m flyte2 tests/outside/flyte2
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP tests/outside/flyte2
 
 $(SDK):  # the SDK of Flyte 2 lies beside the environment and not in it
 	$(UV) pip install --quiet --python $(BIN)/python --target $@ flyte==2.12.1

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import uuid
 from multiprocessing import forkserver
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,6 +22,8 @@ from flyte_ddp.launch.recipe_program import recipe_program
 from tests.support import browser
 from tests.support.checkout import build_wheel
 from tests.support.runs import fork_functions, new_run
+
+OUTSIDE = Path(__file__).parent / "outside"  # tests that need a service or a device
 
 MARK = "STARTED_BY_TESTS"  # an environment variable of this process and all that it starts
 
@@ -45,6 +48,21 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
     # After multiprocessing's own directory in it, which has priority -100.
     multiprocessing.util.Finalize(None, shutil.rmtree, [tempfile.tempdir, True], exitpriority=-200)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the tests that need a service or a device, except in a folder or file that the
+    command line names.
+    """
+    folder = next(
+        (each for each in (collection_path, *collection_path.parents) if each.parent == OUTSIDE),
+        None,
+    )
+    if folder is None:
+        return None
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    is_named = any(each == OUTSIDE or folder in (each, *each.parents) for each in named)
+    return None if is_named else True
 
 
 def pytest_sessionstart():

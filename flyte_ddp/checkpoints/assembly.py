@@ -19,9 +19,9 @@ from torch import Tensor
 from flyte_ddp.checkpoints.files import Damaged, Entry, read_file, read_manifest
 from flyte_ddp.checkpoints.state import (
     Box,
-    Part,
     Piece,
     Place,
+    StatePart,
     are_alike,
     box_at,
     find_tensors,
@@ -73,7 +73,7 @@ def read_alone(storage: Storage, name: str) -> Any:
 
 def assemble(
     entries: Sequence[Entry],
-    read: Callable[[Entry], Part],
+    read: Callable[[Entry], StatePart],
     world: World,
     box_of: BoxOf = keep_all,
     readers: Sequence[int] = (),
@@ -107,9 +107,11 @@ def assemble(
     return assembly.finish()
 
 
-def _read_together(entry: Entry | None, read: Callable[[Entry], Part], world: World) -> Part:
-    def read_own() -> tuple[Part, str]:
-        nothing: Part = {"values": None, "pieces": []}
+def _read_together(
+    entry: Entry | None, read: Callable[[Entry], StatePart], world: World
+) -> StatePart:
+    def read_own() -> tuple[StatePart, str]:
+        nothing: StatePart = {"values": None, "pieces": []}
         try:
             if entry:
                 return read(entry), ""

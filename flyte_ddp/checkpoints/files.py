@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.utils.serialization import config
 
-from flyte_ddp.checkpoints.state import Part
+from flyte_ddp.checkpoints.state import StatePart
 from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.failures import describe
@@ -79,7 +79,7 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     raise _foreign(storage, name, f"expected format {FORMAT}, got format {found}")
 
 
-def read_file(storage: Storage, entry: Entry) -> Part:
+def read_file(storage: Storage, entry: Entry) -> StatePart:
     """Return the contents of a file of tensors.
 
     A local file's tensors are mapped into memory, which spares two copies. The caller copies the
@@ -108,7 +108,7 @@ def read_file(storage: Storage, entry: Entry) -> Part:
             "another checksum"
         )
     try:
-        part: Part = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+        part: StatePart = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except Exception as error:  # the checksum is right, so the error is none of the storage
         what = describe(error)
         # torch has no class for this error

@@ -120,7 +120,7 @@ class PartSaved:
 
 
 @dataclass(frozen=True)
-class Part(PartSaved):
+class MemoryPart(PartSaved):
     """One rank's part of a state, and where it is."""
 
     file: MemoryFile
@@ -143,9 +143,9 @@ class NodeMemory:
         default_factory=dict
     )  # this attempt's files by rank
     # parts by attempt, rank and slot
-    _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, int], MemoryPart] = field(default_factory=dict)
 
-    def begin(self, attempt: int, ranks: Iterable[int]) -> list[Part]:
+    def begin(self, attempt: int, ranks: Iterable[int]) -> list[MemoryPart]:
         """Make files for the parts of an attempt's ranks, and return the parts that earlier
         attempts have left.
         """
@@ -171,7 +171,7 @@ class NodeMemory:
     def take(self, saved: PartSaved) -> None:
         """Note that a file here contains a part."""
         number, slot = saved.number, saved.turn % NUM_FILES
-        part = Part(**vars(saved), file=self._slots[number][slot], attempt=self._attempt)
+        part = MemoryPart(**vars(saved), file=self._slots[number][slot], attempt=self._attempt)
         self._parts[self._attempt, number, slot] = part
         if saved.turn > 1:  # the attempt's first state may still lack other ranks' parts
             self._drop(each for each in self._parts.values() if each.attempt != self._attempt)
@@ -197,7 +197,7 @@ class NodeMemory:
             file.close()
         self._slots = {}
 
-    def _drop(self, parts: Iterable[Part]) -> None:
+    def _drop(self, parts: Iterable[MemoryPart]) -> None:
         for part in list(parts):
             # Ranks that resumed from this part may have the file open.
             os.ftruncate(part.file.descriptor, 0)

@@ -49,14 +49,14 @@ Piece = tuple[int, list[int], Tensor]
 Take = Callable[[Tensor], Any]  # returns what is saved in a tensor's place
 
 
-class Part(TypedDict):
+class StatePart(TypedDict):
     """One rank's part of a state: the contents of a file."""
 
     values: Any  # None on all ranks but the first
     pieces: list[Piece]
 
 
-def collect(state: Any, is_first: bool = True) -> Part:
+def collect(state: Any, is_first: bool = True) -> StatePart:
     """Return the part of `state` that a rank saves: its own piece of every split tensor, and on the
     first rank all other values. Copies tensors only where needed.
 

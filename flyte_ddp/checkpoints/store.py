@@ -37,7 +37,7 @@ from flyte_ddp.checkpoints.memory import Slots
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import StagingMemory
-from flyte_ddp.checkpoints.state import Part, collect, find_tensors
+from flyte_ddp.checkpoints.state import StatePart, collect, find_tensors
 from flyte_ddp.checkpoints.write_queue import WriteQueue
 from flyte_ddp.checkpoints.writer import MemoryWriter, Report, Write, Writer
 from flyte_ddp.config.waits import POLL_INTERVAL
@@ -255,7 +255,7 @@ class CheckpointStore:
             start = f"bad-step-{step:010d}-"
             names = sorted(name for name in self.storage.names() if name.startswith(start))
 
-            def read(entry: Entry) -> Part:
+            def read(entry: Entry) -> StatePart:
                 contents = io.BytesIO(self.storage.read(entry["file"]))
                 return torch.load(contents, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 

@@ -11,11 +11,11 @@ from flyte_ddp.data.source import CONCURRENT_READS
 from flyte_ddp.process.threads import start_thread
 
 T = TypeVar("T")
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 
 
 def fetch_ahead(
-    items: Iterable[T], coming: Iterable[Part], fetch: Callable[[Part], object], distance: int
+    items: Iterable[T], coming: Iterable[Item], fetch: Callable[[Item], object], distance: int
 ) -> Iterator[T]:
     """Yield `items`, while threads call `fetch` for the parts in `coming`.
 

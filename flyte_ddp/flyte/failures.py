@@ -22,7 +22,7 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.storage import redact_errors
-from flyte_ddp.task_run.outcome import Outcome, Retry, judge_failure
+from flyte_ddp.task_run.outcome import FailureReport, Retry, judge_failure
 
 
 def _frames(error: Any) -> TracebackType | None:
@@ -95,7 +95,7 @@ def flyte_errors() -> Iterator[None]:
     raise translated from None
 
 
-def _translate(error: Exception, outcome: Outcome) -> BaseException:
+def _translate(error: Exception, outcome: FailureReport) -> BaseException:
     if isinstance(error, TrainingStopped) and error.reason == signal.SIGINT.name:
         return KeyboardInterrupt(str(error))
     if outcome.retry is Retry.USER_ERROR:

@@ -31,9 +31,9 @@ from flyte_ddp.process.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
-    Outcome,
     PromotionCriteria,
     PromotionResult,
+    RetrainingResult,
     judge,
     plan,
 )
@@ -156,7 +156,7 @@ def judge_challenger(
 def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs:
     """Report why nothing was trained. `output` is the same as in `judge_challenger`."""
     check_urls(champion=retraining.champion)
-    result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
+    result = PromotionResult(RetrainingResult(retraining.outcome), retraining.reason)
     return _outputs(retraining, result, output)
 
 

@@ -34,9 +34,9 @@ from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
-    Outcome,
     PromotionCriteria,
     PromotionResult,
+    RetrainingResult,
     judge,
     plan,
 )
@@ -79,7 +79,7 @@ class RetrainingOutputs(NamedTuple):
     champion: str  # the version in use now; "" for none
     export: str  # URL of the challenger's files, as in `TrainingOutputs.export`; "" for none
     metrics: dict[str, float]  # measured figures of challenger and champion
-    outcome: str  # value of flyte_ddp.promotion.policy.Outcome
+    outcome: str  # value of flyte_ddp.promotion.policy.RetrainingResult
     reason: str
 
 
@@ -184,7 +184,7 @@ def keep_champion(retraining: Retraining) -> RetrainingOutputs:
                 return flyte2.keep_champion(retraining)
             return challenge(retraining)
     """
-    result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
+    result = PromotionResult(RetrainingResult(retraining.outcome), retraining.reason)
     with flyte_errors():
         return _list_outputs(retraining, result)
 

@@ -1,1 +1,3 @@
-"""TODO"""
+"""What belongs to one process of a machine and knows no training: its threads, streams, devices and
+memory.
+"""

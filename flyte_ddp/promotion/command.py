@@ -14,7 +14,7 @@ from flyte_ddp.config.options import Option, add_options
 from flyte_ddp.errors import ChampionError
 from flyte_ddp.events.history import plain
 from flyte_ddp.promotion.champion import LAST_CHALLENGE, LAST_RUN, ChampionStore
-from flyte_ddp.promotion.policy import Outcome
+from flyte_ddp.promotion.policy import RetrainingResult
 from flyte_ddp.storage import SHORT_TIMEOUT
 
 MAX_CLOCK_SECONDS = 300  # largest expected difference between two machines' clocks
@@ -133,7 +133,7 @@ def describe_status(store: ChampionStore, max_age: str) -> str:
         raise ChampionError(
             f"{line}; expected one within {max_age}: look at the executions of the launch plan"
         )
-    if run.get("outcome") == Outcome.REFUSED:
+    if run.get("outcome") == RetrainingResult.REFUSED:
         raise ChampionError(
             f"{line}. It will end the same way until data, recipe or config are corrected"
         )

@@ -1,8 +1,8 @@
 """The rules of promotion: if a challenger is worth training, and if it becomes the champion.
 
-Every case ends in one `Outcome` with its reason in words. The reason of a refusal includes what to
-do. This module knows no Flyte: the caller trains the challenger between `plan` and `judge`. It
-imports no torch at the top.
+Every case ends in one `RetrainingResult` with its reason in words. The reason of a refusal includes
+what to do. This module knows no Flyte: the caller trains the challenger between `plan` and `judge`.
+It imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
 
-class Outcome(str, Enum):
+class RetrainingResult(str, Enum):
     """The result of a retraining. Only the first puts a new champion in use."""
 
     # The challenger is better than the champion by the margin, or there was no champion.
@@ -94,7 +94,7 @@ class Plan:
 class PromotionResult:
     """The result of a challenge, with its reason."""
 
-    outcome: Outcome
+    outcome: RetrainingResult
     reason: str
     # test_loss and metrics of the challenger; empty if not measured
     challenger: Mapping[str, float] = field(default_factory=dict)
@@ -136,13 +136,13 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     """
     since = store.in_use().held_since
     if since:
-        return Plan(Outcome.HELD.value, _describe_hold(since))
+        return Plan(RetrainingResult.HELD.value, _describe_hold(since))
     current = _load_current(store)
     manifest = current.manifest
     recipe, num_train, num_test = _open(challenge)
     problem = _describe_mismatch(challenge, recipe, current)
     if problem:
-        return Plan(Outcome.REFUSED.value, problem)
+        return Plan(RetrainingResult.REFUSED.value, problem)
     champion_train, champion_test = 0, 0
     if manifest:
         champion_train, champion_test = manifest.num_train_samples, manifest.num_test_samples
@@ -156,7 +156,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
                 f"(min_samples) and {criteria.min_share:g} (min_share) of the champion's "
                 f"{of_champion:,}; correct the data or lower these"
             )
-            return Plan(Outcome.REFUSED.value, reason)
+            return Plan(RetrainingResult.REFUSED.value, reason)
     starts_alike = manifest is not None and (
         criteria.start_from == FROM_CHAMPION
         or is_same_state(manifest.initial_state, redact_url(challenge.config.initial_model_state))
@@ -164,14 +164,14 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     config = _own_config(challenge)
     if starts_alike and _is_in(_origin(challenge), config, vars(manifest)):
         return Plan(
-            Outcome.UNCHANGED.value,
+            RetrainingResult.UNCHANGED.value,
             "data, recipe, config and code are those that the champion was trained with",
         )
     last = store.last(LAST_CHALLENGE)
     identity = _identity(challenge, criteria, current.version)
-    if last.get("outcome") != Outcome.HELD and _is_in(identity, config, last):
+    if last.get("outcome") != RetrainingResult.HELD and _is_in(identity, config, last):
         return Plan(
-            Outcome.UNCHANGED.value,
+            RetrainingResult.UNCHANGED.value,
             "data, recipe, config, code and champion are those of the last challenge, which ended "
             f"at {last['ended_at']}: {last['outcome']}",
         )
@@ -214,16 +214,20 @@ def judge(
             # would look as if it never existed.
             reason, version = "an earlier attempt of this task promoted it", manifest.parent
             result = PromotionResult(
-                Outcome.PROMOTED, reason, values, manifest.parent_metrics, tuple(manifest.advantage)
+                RetrainingResult.PROMOTED,
+                reason,
+                values,
+                manifest.parent_metrics,
+                tuple(manifest.advantage),
             )
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
             since = store.in_use(current.pointer).held_since
-            if result.outcome == Outcome.PROMOTED and since:
+            if result.outcome == RetrainingResult.PROMOTED and since:
                 result = dataclasses.replace(
-                    result, outcome=Outcome.HELD, reason=_describe_hold(since)
+                    result, outcome=RetrainingResult.HELD, reason=_describe_hold(since)
                 )
-            if result.outcome == Outcome.PROMOTED:
+            if result.outcome == RetrainingResult.PROMOTED:
                 try:
                     store.promote(
                         state, _manifest(challenge, result), current.pointer, challenge.card
@@ -263,17 +267,19 @@ def _compare(
     if measured is None or math.isinf(measured.score) or not _is_finite(recipe, challenger):
         reason = f"the challenger's weights, or its {name} on the held-out data, are not finite"
         return PromotionResult(
-            Outcome.REFUSED, f"{reason}; lower the learning rate or correct the data"
+            RetrainingResult.REFUSED, f"{reason}; lower the learning rate or correct the data"
         )
     if current.state is None:
-        return PromotionResult(Outcome.PROMOTED, "there is no champion yet", measured.values)
+        return PromotionResult(
+            RetrainingResult.PROMOTED, "there is no champion yet", measured.values
+        )
     problem = _describe_mismatch(challenge, recipe, current)
     if problem:
-        return PromotionResult(Outcome.REFUSED, problem, measured.values)
+        return PromotionResult(RetrainingResult.REFUSED, problem, measured.values)
     champion = _measure(challenge, current.state)
     if champion is None or math.isinf(champion.score):
         reason = f"the champion's {name} on the same held-out data is not finite"
-        return PromotionResult(Outcome.PROMOTED, reason, measured.values)
+        return PromotionResult(RetrainingResult.PROMOTED, reason, measured.values)
     low, high = compare(measured, champion)
     needed = criteria.margin * abs(champion.score)
     figures = (
@@ -286,14 +292,16 @@ def _compare(
             f"interval (at least {MIN_PARTS} are needed, a figure without each of them, and "
             "no few of them that decide alone)"
         )
-        return PromotionResult(Outcome.NOT_BETTER, reason, measured.values, champion.values)
+        return PromotionResult(
+            RetrainingResult.NOT_BETTER, reason, measured.values, champion.values
+        )
     reason = (
         f"{figures}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; a promotion "
         f"needs more than {needed:.6g} (margin {criteria.margin:g})"
     )
-    outcome = Outcome.NOT_BETTER
+    outcome = RetrainingResult.NOT_BETTER
     if low > needed:
-        outcome = Outcome.PROMOTED
+        outcome = RetrainingResult.PROMOTED
     return PromotionResult(outcome, reason, measured.values, champion.values, (low, high))
 
 

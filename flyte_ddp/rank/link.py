@@ -18,7 +18,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flyte_ddp.checkpoints.memory import MemoryFile, Part
+from flyte_ddp.checkpoints.memory import MemoryFile, MemoryPart
 from flyte_ddp.launch.protocol.messages import (
     Entered,
     Inspect,
@@ -139,7 +139,7 @@ class RankProcess:
     # take the parts that a rank of another node saves
     copies: list[MemoryFile] = field(default_factory=list)
     # parts of states that earlier attempts have left on this node
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MemoryPart] = field(default_factory=list)
     # returns the store where the ranks meet; set when the rank begins
     open_store: Callable[[], Store] = field(init=False)
 

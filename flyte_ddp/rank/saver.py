@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import MAX_STEP
-from flyte_ddp.checkpoints.memory import Part
+from flyte_ddp.checkpoints.memory import MemoryPart
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.link import RankProcess
@@ -233,7 +233,7 @@ class Saver:
         if slots:
             attempt = process.node.num_restarts
             for slot, saved in slots.written.items():
-                own.append(Part(**vars(saved), file=process.slots[slot], attempt=attempt))
+                own.append(MemoryPart(**vars(saved), file=process.slots[slot], attempt=attempt))
         in_memory, step = world.broadcast_object([bool(own), self._stored_step])
         stored = job.stored
         if step:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from flyte_ddp.checkpoints.assembly import BoxOf, assemble
 from flyte_ddp.checkpoints.files import Damaged, check_file, checkpoint_name
-from flyte_ddp.checkpoints.memory import Part, name_memory
+from flyte_ddp.checkpoints.memory import MemoryPart, name_memory
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.link import RankProcess
@@ -167,7 +167,7 @@ def _read(state: _StateInMemory, process: RankProcess, world: World, box_of: Box
     )
 
 
-def _read_part(part: Part) -> Any:
+def _read_part(part: MemoryPart) -> Any:
     """Return the contents of a part of a state. Raises Damaged if the checksum differs."""
     if check_file(part.file.path) != (part.num_bytes, part.checksum):
         raise Damaged(

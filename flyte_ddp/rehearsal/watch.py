@@ -51,7 +51,7 @@ NUM_WEIGHTS = 4  # values of each parameter that are recorded, besides its sum
 GO = "go"  # file by which the paused ranks go on
 
 
-class Ended(SystemExit):
+class LastStep(SystemExit):
     """The end of a rank's program at the last step of a rehearsal."""
 
 
@@ -84,7 +84,7 @@ class WatchedCall:
             watch.install()
         try:
             return bytes(cloudpickle.loads(self.call)())
-        except Ended:
+        except LastStep:
             return b""
 
 
@@ -273,7 +273,7 @@ class Steps:
 
     def end_if_due(self) -> None:
         if 0 < self.notes.spec.num_steps <= self.base + self.notes.step:
-            raise Ended(0)
+            raise LastStep(0)
 
     def note_schedule(self, schedule: LRScheduler, optimizer: Any, *_: Any, **__: Any) -> None:
         self.notes.note_call("schedule", optimizer=self.find_number(optimizer))

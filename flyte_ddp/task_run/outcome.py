@@ -40,7 +40,7 @@ class Retry(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FailureReport:
     """The failure of a task."""
 
     retry: Retry
@@ -54,7 +54,7 @@ class Outcome:
         return f"{self.message}\n{self.details}"
 
 
-def judge_failure(error: Exception, *recoverable_names: str) -> Outcome | None:
+def judge_failure(error: Exception, *recoverable_names: str) -> FailureReport | None:
     """Return the outcome of an error of the library or of a recipe's `prepare`; None for other
     errors.
 
@@ -68,16 +68,16 @@ def judge_failure(error: Exception, *recoverable_names: str) -> Outcome | None:
             return None
         error = failure
     if isinstance(error, USER_ERRORS) or (isinstance(error, SweepFailed) and not error.may_succeed):
-        return Outcome(Retry.USER_ERROR, str(error))
+        return FailureReport(Retry.USER_ERROR, str(error))
     retry = Retry.MAY_SUCCEED
     if isinstance(error, RankFailure):
         if error.is_user_error:
             _, _, message = error.cause.partition(": ")  # The class name comes first.
-            return Outcome(Retry.USER_ERROR, message)
+            return FailureReport(Retry.USER_ERROR, message)
         if not _may_succeed(error, recoverable_names):
             retry = Retry.PROGRAM_ERROR
     message, _, details = str(error).partition("\n")
-    return Outcome(retry, first_line(message), shorten(details))
+    return FailureReport(retry, first_line(message), shorten(details))
 
 
 def _may_succeed(failure: RankFailure, recoverable_names: Collection[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Requests to Kubernetes, to the letter, without a cluster. tests/outside/kubernetes has a real one."""
+"""Requests to Kubernetes, to the letter, without a cluster. tests/outside/kubernetes has one."""
 
 import dataclasses
 import datetime

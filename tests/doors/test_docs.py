@@ -42,7 +42,8 @@ TARGETS = (REPOSITORY / "Makefile").read_text()
 GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))
 # The commands on this page take hours, and some of them do not exist any more.
 FIGURES = REPOSITORY / "benchmarks/README.md"
-# packages that not every environment has: tests/doors/test_how_to.py runs their blocks where they are
+# packages that not every environment has: tests/doors/test_how_to.py runs their blocks where they
+# are
 PACKAGES = ("datasets", "onnxscript", "peft")
 NEEDS = ("cluster", "gpu", "network", "hours", "registry", "helm", "flyte", *PACKAGES)
 # many short blocks of Python: tests/doors/test_how_to.py runs them in one process

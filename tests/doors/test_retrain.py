@@ -23,7 +23,7 @@ from flyte_ddp.flyte.task import open_task_run
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
-from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
+from flyte_ddp.promotion.policy import Challenge, PromotionCriteria, RetrainingResult, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.storage.state_dict_file import from_bytes, pin_state
 from flyte_ddp.task_run.execution import Execution, champions_of
@@ -116,7 +116,7 @@ def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store,
     result = judge(store, given, PromotionCriteria(), model_state(5))
     _, manifest = load_champion(store.url)
 
-    assert (result.outcome, result.champion) == (Outcome.PROMOTED, {})
+    assert (result.outcome, result.champion) == (RetrainingResult.PROMOTED, {})
     assert result.challenger["test_loss"] > 0
     note = json.loads(Path(given.directory, "data.json").read_text())
     expected = {
@@ -137,7 +137,7 @@ def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store,
 
 def test_a_challenger_on_a_sample_of_the_data_counts_that_sample(store, make):
     given = make(sample_size=30)
-    assert plan(store, given, PromotionCriteria(min_samples=31)).outcome == Outcome.REFUSED
+    assert plan(store, given, PromotionCriteria(min_samples=31)).outcome == RetrainingResult.REFUSED
     judge(store, given, PromotionCriteria(), model_state(5))
     assert load_champion(store.url)[1].num_train_samples == 30
 
@@ -154,8 +154,8 @@ def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_
     share = low / measured.champion["test_loss"]
     assert 0 < share < 1
     for margin, outcome, scale in (
-        (share + 1e-6, Outcome.NOT_BETTER, 5),
-        (share - 1e-6, Outcome.PROMOTED, 3),
+        (share + 1e-6, RetrainingResult.NOT_BETTER, 5),
+        (share - 1e-6, RetrainingResult.PROMOTED, 3),
     ):
         judged = judge(store, make(), PromotionCriteria(margin=margin), model_state(3))
         assert (judged.outcome, scale_of(store)) == (outcome, scale)
@@ -167,7 +167,7 @@ def test_another_figure_than_the_loss_may_decide(store, make):
     judge(store, monitored, PromotionCriteria(), model_state(5))
     result = judge(store, monitored, PromotionCriteria(margin=0), model_state(3))
     assert result.challenger["test_loss"] < result.champion["test_loss"]
-    assert result.outcome == Outcome.NOT_BETTER
+    assert result.outcome == RetrainingResult.NOT_BETTER
     assert result.advantage[1] <= 0
     assert "the challenger's accuracy is" in result.reason
 
@@ -190,7 +190,7 @@ def test_a_challenger_that_is_not_finite_is_never_promoted(store, make, state):
     for _ in ("without a champion", "with one"):
         before = store.pointer()
         result = judge(store, make(seed=1), PromotionCriteria(), state)
-        assert result.outcome == Outcome.REFUSED
+        assert result.outcome == RetrainingResult.REFUSED
         assert "weights, or its loss on the held-out data, are not finite; " in result.reason
         assert store.pointer() == before
         judge(store, make(), PromotionCriteria(), model_state(5))
@@ -250,7 +250,7 @@ def test_a_champion_of_another_kind_is_neither_trained_against_nor_replaced(stor
         plan(store, make(), PromotionCriteria()),
         judge(store, make(), PromotionCriteria(), model_state(1)),
     ):
-        assert planned.outcome == Outcome.REFUSED
+        assert planned.outcome == RetrainingResult.REFUSED
         assert "it is of recipe 'tests.support.recipes.Normed'" in planned.reason
         assert "a place of its own" in planned.reason
     assert store.pointer() == before
@@ -262,7 +262,7 @@ def test_a_champion_with_other_layers_is_incompatible_too_and_the_reason_names_t
     torch.save(model.state_dict(), buffer := io.BytesIO())
     judge(store, narrow, PromotionCriteria(), buffer.getvalue())
     planned = plan(store, make(recipe="Optional"), PromotionCriteria())
-    assert planned.outcome == Outcome.REFUSED
+    assert planned.outcome == RetrainingResult.REFUSED
     assert "other shapes at 0.weight (8, 8) instead of (16, 8)" in planned.reason
 
 
@@ -281,19 +281,19 @@ def test_too_little_data_is_not_trained_on(store, make, data, criteria, expected
     judge(store, given, PromotionCriteria(), model_state(1, "Normed"))
     less = dataclasses.replace(given, directory=data("", "Tiny"))  # 97
     planned = plan(store, less, criteria)
-    assert planned.outcome == Outcome.REFUSED
+    assert planned.outcome == RetrainingResult.REFUSED
     assert re.search(expected, planned.reason)
     assert not plan(store, less, PromotionCriteria(min_share=0.94)).outcome
 
 
 def test_neither_the_champions_training_nor_a_lost_challenge_is_repeated(store, make):
     judge(store, make(), PromotionCriteria(), model_state(3))
-    assert plan(store, make(), PromotionCriteria()).outcome == Outcome.UNCHANGED
+    assert plan(store, make(), PromotionCriteria()).outcome == RetrainingResult.UNCHANGED
     for changed in (make("5"), make(epochs=9), make(code_version="c2")):
         assert not plan(store, changed, PromotionCriteria()).outcome
     judge(store, make("5"), PromotionCriteria(), model_state(6))
     planned = plan(store, make("5"), PromotionCriteria())
-    assert planned.outcome == Outcome.UNCHANGED
+    assert planned.outcome == RetrainingResult.UNCHANGED
     assert planned.reason.endswith("not_better")
     for given, criteria in (
         (make("6"), PromotionCriteria()),
@@ -313,7 +313,7 @@ def test_another_hidden_option_is_another_training(store, make):
     judge(store, challenge("char"), PromotionCriteria(), model_state(3, "WithToken"))
     judge(store, challenge("char", "5"), PromotionCriteria(), model_state(6, "WithToken"))
     for source in ("", "5"):  # The sources are the champion's own and the last challenge's.
-        assert outcome("char", source) == Outcome.UNCHANGED
+        assert outcome("char", source) == RetrainingResult.UNCHANGED
         assert not outcome("word", source)
         assert not outcome("...", source)
     _, manifest = load_champion(store.url)
@@ -329,12 +329,13 @@ def test_a_rollback_holds_until_it_is_released(store, make):
     first = store.rollback().version
     for source in ("5", "6"):  # Source 5 has the same data; source 6 has another night's.
         planned = plan(store, make(source), PromotionCriteria())
-        assert planned.outcome == Outcome.HELD
+        assert planned.outcome == RetrainingResult.HELD
         expected = "a rollback at 20.*Z keeps its version in use; release it by .*promotion release"
         assert re.match(expected, planned.reason)
         # A training that had begun before, or the retry of the one that was rolled back.
         assert (
-            judge(store, make(source), PromotionCriteria(), model_state(0)).outcome == Outcome.HELD
+            judge(store, make(source), PromotionCriteria(), model_state(0)).outcome
+            == RetrainingResult.HELD
         )
     assert store.in_use().version == first
     assert store.release()
@@ -348,7 +349,7 @@ def test_a_champion_with_a_loss_that_is_not_finite_loses(store, make):
     manifest = dataclasses.replace(store.manifest(), metrics={})
     store.promote(model_state(3e38), manifest, store.pointer())
     result = judge(store, make("5"), PromotionCriteria(), model_state(6))
-    assert (result.outcome, result.champion) == (Outcome.PROMOTED, {})
+    assert (result.outcome, result.champion) == (RetrainingResult.PROMOTED, {})
     assert result.reason == "the champion's loss on the same held-out data is not finite"
 
 
@@ -393,23 +394,25 @@ def test_another_initial_state_is_another_challenge(store, make, tmp_path):
     given = starting_from(first, make())
     judge(store, given, scratch, model_state(5))
     assert store.manifest().initial_state == first
-    assert plan(store, given, scratch).outcome == Outcome.UNCHANGED
+    assert plan(store, given, scratch).outcome == RetrainingResult.UNCHANGED
     assert not plan(store, make(), scratch).outcome  # This challenger starts from fresh weights.
 
     file.write_bytes(model_state(3))
     other = starting_from(pin_state(str(file)), given)
     planned = plan(store, other, scratch)
     assert planned.outcome == ""
-    assert judge(store, other, scratch, model_state(6)).outcome == Outcome.NOT_BETTER
+    assert judge(store, other, scratch, model_state(6)).outcome == RetrainingResult.NOT_BETTER
     # The last challenge had the same inputs.
-    assert plan(store, other, scratch).outcome == Outcome.UNCHANGED
+    assert plan(store, other, scratch).outcome == RetrainingResult.UNCHANGED
     # The champion's own training had the same inputs.
-    assert plan(store, given, scratch).outcome == Outcome.UNCHANGED
+    assert plan(store, given, scratch).outcome == RetrainingResult.UNCHANGED
     # Criteria without options start from the champion's weights.
-    assert plan(store, other, PromotionCriteria()).outcome == Outcome.UNCHANGED
+    assert plan(store, other, PromotionCriteria()).outcome == RetrainingResult.UNCHANGED
 
 
-@pytest.mark.parametrize(("scale", "outcome"), [(3, Outcome.PROMOTED), (6, Outcome.NOT_BETTER)])
+@pytest.mark.parametrize(
+    ("scale", "outcome"), [(3, RetrainingResult.PROMOTED), (6, RetrainingResult.NOT_BETTER)]
+)
 def test_the_second_of_two_first_challengers_is_compared_with_the_first(
     store, make, monkeypatch, scale, outcome
 ):
@@ -419,14 +422,20 @@ def test_the_second_of_two_first_challengers_is_compared_with_the_first(
     def look_and_be_late(self):
         monkeypatch.setattr(ChampionStore, "pointer", pointer)
         seen = pointer(self)
-        assert judge(store, make(), PromotionCriteria(), model_state(5)).outcome == Outcome.PROMOTED
+        assert (
+            judge(store, make(), PromotionCriteria(), model_state(5)).outcome
+            == RetrainingResult.PROMOTED
+        )
         return seen
 
     monkeypatch.setattr(ChampionStore, "pointer", look_and_be_late)
     result = judge(ChampionStore(store.url), make(seed=1), PromotionCriteria(), model_state(scale))
-    assert (result.outcome, scale_of(store)) == (outcome, 3 if outcome == Outcome.PROMOTED else 5)
+    assert (result.outcome, scale_of(store)) == (
+        outcome,
+        3 if outcome == RetrainingResult.PROMOTED else 5,
+    )
     assert len(result.advantage) == 2
-    assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
+    assert len(store.versions()) == 1 + (outcome == RetrainingResult.PROMOTED)
 
 
 def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make):
@@ -443,7 +452,7 @@ def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, m
     result = judge(store, make(seed=1), PromotionCriteria(), model_state(5))
 
     # The model is not better than 3, though better than 6.
-    assert result.outcome == Outcome.NOT_BETTER
+    assert result.outcome == RetrainingResult.NOT_BETTER
     assert scale_of(store) == 3
     assert len(store.versions()) == 2
 
@@ -474,10 +483,10 @@ def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(
     assert {name: written[name] for name in same} == json.loads(
         json.dumps({name: expected[name] for name in same})
     )
-    assert (result.outcome, result.champion) == (Outcome.PROMOTED, expected["champion"])
+    assert (result.outcome, result.champion) == (RetrainingResult.PROMOTED, expected["champion"])
     assert len(store.versions()) == 1 + has_champion  # nothing is promoted again
     other = judge(store, make(execution="f3-n3"), PromotionCriteria(), model_state(3))
-    assert other.outcome == Outcome.NOT_BETTER
+    assert other.outcome == RetrainingResult.NOT_BETTER
     os.unlink(Path(store.url, "champion.json"))
     # This run is not the first one.
     with pytest.raises(ConfigError, match="champion.json is missing"):

@@ -57,9 +57,9 @@ def test_runs_leave_no_open_file():
 
 def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
     code = (
-        "import sys, time; from flyte_ddp.process.temporary_directories import temporary_directory\n"
-        "with temporary_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
-        "'w'); time.sleep(600)"
+        "import sys, time; from flyte_ddp.process import temporary_directories as made\n"
+        "with made.temporary_directory('ranks-', sys.argv[1]) as d:\n"
+        "    print(d, flush=True); open(d + '/log', 'w'); time.sleep(600)"
     )
     (tmp_path / "ranks-mine").mkdir()  # The owner of this folder is not known.
     with subprocess.Popen(

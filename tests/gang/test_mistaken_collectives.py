@@ -14,7 +14,7 @@ import pytest
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
 from flyte_ddp.launch.control import stalls
-from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
 from flyte_ddp.launch.control.stalls import Suspicion, suspect
 from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
 from flyte_ddp.launch.protocol.programs import Job, Program
@@ -232,18 +232,34 @@ BUG, RESTART = ProgramError, Next.RESTART
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        (Ended(crashed(), 7, 5), Ended(crashed(), 7, 5), BUG),
-        (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(cause="SIGSEGV"), 7, 5), BUG),
-        (Ended(crashed(), 0, -1), Ended(crashed(), 0, -1), BUG),  # a function that reports no steps
+        (AttemptEnd(crashed(), 7, 5), AttemptEnd(crashed(), 7, 5), BUG),
+        (
+            AttemptEnd(crashed(cause="SIGSEGV"), 7, 5),
+            AttemptEnd(crashed(cause="SIGSEGV"), 7, 5),
+            BUG,
+        ),
+        (
+            AttemptEnd(crashed(), 0, -1),
+            AttemptEnd(crashed(), 0, -1),
+            BUG,
+        ),  # a function that reports no steps
         # The run made progress in between.
-        (Ended(crashed(), 7, 5), Ended(crashed(), 9, 5), RESTART),
+        (AttemptEnd(crashed(), 7, 5), AttemptEnd(crashed(), 9, 5), RESTART),
         # a newer checkpoint, and the same step
-        (Ended(crashed(), 7, 0), Ended(crashed(), 7, 6), BUG),
-        (Ended(crashed(), 7, 5), Ended(crashed("a.py:9 in g"), 7, 5), RESTART),
-        (Ended(crashed(""), 7, 5), Ended(crashed(""), 7, 5), RESTART),  # nobody knows where
-        (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(), 7, 5), RESTART),
-        (Ended(crashed(cause="SIGKILL"), 7, 5), Ended(crashed(cause="SIGKILL"), 7, 5), RESTART),
-        (Ended(NodeLost("lost", "w"), 7, 5), Ended(crashed(), 7, 5), RESTART),
+        (AttemptEnd(crashed(), 7, 0), AttemptEnd(crashed(), 7, 6), BUG),
+        (AttemptEnd(crashed(), 7, 5), AttemptEnd(crashed("a.py:9 in g"), 7, 5), RESTART),
+        (
+            AttemptEnd(crashed(""), 7, 5),
+            AttemptEnd(crashed(""), 7, 5),
+            RESTART,
+        ),  # nobody knows where
+        (AttemptEnd(crashed(cause="SIGSEGV"), 7, 5), AttemptEnd(crashed(), 7, 5), RESTART),
+        (
+            AttemptEnd(crashed(cause="SIGKILL"), 7, 5),
+            AttemptEnd(crashed(cause="SIGKILL"), 7, 5),
+            RESTART,
+        ),
+        (AttemptEnd(NodeLost("lost", "w"), 7, 5), AttemptEnd(crashed(), 7, 5), RESTART),
     ],
 )
 def test_a_crash_in_the_same_line_without_progress_is_a_bug(first, second, expected):

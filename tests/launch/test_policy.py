@@ -16,7 +16,7 @@ from flyte_ddp.errors import (
     SweepFailed,
     TrainingStopped,
 )
-from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
 
 
 def raised(name, is_consequence=False, rank=1):
@@ -45,11 +45,11 @@ FINAL_OOM, STORE, GANG = OutOfMemory, StorageUnavailable, GangLost
 
 
 def after(failure, step=5, resumed=0):
-    return Ended(failure, step, resumed)
+    return AttemptEnd(failure, step, resumed)
 
 
 def left(failure, step=5, resumed=0):
-    return Ended(failure, step, resumed, is_announced=True)
+    return AttemptEnd(failure, step, resumed, is_announced=True)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_follows_on_the_end_of_an_attempt(ended, before, rules, expected):
 def test_an_attempt_that_left_a_newer_checkpoint_than_it_found_has_saved(
     found, left_behind, expected
 ):
-    assert Ended(KILLED, 5, found, left_behind).has_saved is expected
+    assert AttemptEnd(KILLED, 5, found, left_behind).has_saved is expected
 
 
 @pytest.mark.parametrize(

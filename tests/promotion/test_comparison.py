@@ -19,7 +19,7 @@ from torchmetrics import Metric, PearsonCorrCoef
 from flyte_ddp.events.intervals import MIN_DIFFERENCES, find_bounds
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.comparison import Measurement, compare
-from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge
+from flyte_ddp.promotion.policy import Challenge, PromotionCriteria, RetrainingResult, judge
 from flyte_ddp.recipes import Recipe, config_of
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.metrics import can_merge
@@ -206,31 +206,31 @@ REAL = ((0.0, 1.0), (1.0, 0.0))
         (
             {"kind": "PearsonCorrCoef"},
             NOISE,
-            Outcome.NOT_BETTER,
+            RetrainingResult.NOT_BETTER,
             "so with 95 % confidence it is better by -",
         ),
         (
             {"kind": "PearsonCorrCoef"},
             REAL,
-            Outcome.PROMOTED,
+            RetrainingResult.PROMOTED,
             "so with 95 % confidence it is better by 0.",
         ),
         (
             {"size": 29, "monitored": "test_loss"},
             REAL,
-            Outcome.NOT_BETTER,
+            RetrainingResult.NOT_BETTER,
             "29 parts of the data give no interval (at least 30 are needed",
         ),
         (
             {"kind": "Rare", "size": 37},
             REAL,
-            Outcome.NOT_BETTER,
+            RetrainingResult.NOT_BETTER,
             "a figure without each of them",
         ),
         (
             {"size": 30, "monitored": "test_loss"},
             REAL,
-            Outcome.PROMOTED,
+            RetrainingResult.PROMOTED,
             "so with 95 % confidence it is better by",
         ),
     ],
@@ -242,7 +242,10 @@ def test_chance_promotes_nothing(options, models, outcome, reason, tmp_path):
     champion, challenger = sorted(range(2), key=lambda number: -measured[number].score)
     judge(store, given, PromotionCriteria(), state_file(*models[champion]))
     result = judge(store, given, PromotionCriteria(), state_file(*models[challenger]))
-    assert (result.outcome, len(store.versions())) == (outcome, 1 + (outcome == Outcome.PROMOTED))
+    assert (result.outcome, len(store.versions())) == (
+        outcome,
+        1 + (outcome == RetrainingResult.PROMOTED),
+    )
     assert reason in result.reason
     if "no interval" in result.reason:
         assert result.advantage == ()

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
-from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
+from flyte_ddp.promotion.policy import Challenge, PromotionCriteria, RetrainingResult, judge, plan
 from flyte_ddp.recipes import Recipe, config_of, list_class_names
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.state_dict_file import (
@@ -196,7 +196,7 @@ def test_a_champion_of_other_classes_is_incompatible(tmp_path, source, names):
     first = judge(
         store, challenge(tmp_path, "ant,bee"), PromotionCriteria(), state_file(names, 2, scale=5)
     )
-    assert first.outcome == Outcome.PROMOTED
+    assert first.outcome == RetrainingResult.PROMOTED
     version = store.in_use().version
     given = challenge(tmp_path, source)
     expected = (
@@ -207,7 +207,7 @@ def test_a_champion_of_other_classes_is_incompatible(tmp_path, source, names):
     assert planned.outcome == "refused"
     assert expected in planned.reason
     judged = judge(store, given, PromotionCriteria(), state_file(source.split(","), scale=0.1))
-    assert judged.outcome == Outcome.REFUSED
+    assert judged.outcome == RetrainingResult.REFUSED
     assert expected in judged.reason
     assert store.in_use().version == version
     same = challenge(tmp_path, "ant,bee", learning_rate=0.01)

@@ -26,6 +26,7 @@ LAYERS = {
     "flyte_ddp.flyte2": 11,  # Only its user imports it.
     "flyte_ddp": 10,
     "flyte_ddp.task_run": 10,
+    "flyte_ddp.project": 10,
     "flyte_ddp.studies": 10,
     "flyte_ddp.promotion": 10,
     "flyte_ddp.prediction": 10,
@@ -45,7 +46,11 @@ LAYERS = {
     "flyte_ddp.recipes": 2,
     "flyte_ddp.data": 2,
     "flyte_ddp.cluster": 2,
+    "flyte_ddp.project.admission": 2,
+    "flyte_ddp.process": 1,
+    "flyte_ddp.process.threads": 0,
     "flyte_ddp.storage": 1,
+    "flyte_ddp.code": 0,
     "flyte_ddp.config": 0,
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
@@ -72,7 +77,7 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "programs")
 # Number of packages and files directly below flyte_ddp, tasks and workflows, and number of pairs
 # where one imports the other.
-MAX_ROOMS, MAX_ARROWS = 26, 146
+MAX_ROOMS, MAX_ARROWS = 29, 193
 # Kinds of programs: a recipe's training, its predictions, a call, a script, another program, a task
 # of Flyte's.
 PROGRAMS = ("_Training", "PredictionJob", "_Call", "_Script", "_Command", "TaskCall")
@@ -81,7 +86,12 @@ HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flyte"),
     "flyte": ("flyte_ddp.flyte2",),
     "flytekitplugins": ("tasks", "workflows", "flyte_ddp.flyte"),
-    "dask": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.studies"),
+    "dask": (
+        "flyte_ddp.launch",
+        "flyte_ddp.cluster",
+        "flyte_ddp.studies",
+        "flyte_ddp.process.devices",
+    ),
     "distributed": (
         "flyte_ddp.launch",
         "flyte_ddp.cluster",
@@ -129,7 +139,9 @@ COMPUTES = (
     "flyte_ddp.prediction.rank",
     "flyte_ddp.prediction.schema",
     "flyte_ddp.rank",
+    "flyte_ddp.promotion.comparison",
     "flyte_ddp.rehearsal.left",
+    "flyte_ddp.rehearsal.replayed_step",
     "flyte_ddp.rehearsal.watch",
     "flyte_ddp.training",
     "flyte_ddp.world",

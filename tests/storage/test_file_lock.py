@@ -114,8 +114,8 @@ def test_no_descriptor_is_left_in_any_process(tmp_path):
 
 def test_a_lock_ends_with_a_killed_process_that_has_forked(tmp_path):
     code = (
-        "import os, sys, time; from flyte_ddp.process.temporary_directories import temporary_directory\n"
-        "with temporary_directory('ranks-', sys.argv[1]) as d:\n"
+        "import os, sys, time; from flyte_ddp.process import temporary_directories as made\n"
+        "with made.temporary_directory('ranks-', sys.argv[1]) as d:\n"
         "    ends = os.pipe(); child = os.fork()\n"
         "    if not child: os.write(ends[1], b'x')\n"  # the child has closed the inherited files
         "    elif os.read(ends[0], 1): print(child, d, flush=True)\n"

@@ -41,7 +41,7 @@ from flyte_ddp.launch.control.attempt import Attempt
 from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
 from flyte_ddp.launch.control.memory_note import read_note, write_note
 from flyte_ddp.launch.control.nodes import Nodes
-from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
 from flyte_ddp.launch.control.results import Destination, Results
 from flyte_ddp.launch.control.stored_steps import StoredSteps
 from flyte_ddp.launch.protocol.failures import first_line
@@ -79,7 +79,7 @@ class Place(Protocol):
     def check(self, job: Job) -> None:
         """Raise ConfigError if the job cannot run here. Called before anything is started."""
 
-    def gather(self, run: Run, previous: Ended | None) -> Nodes:
+    def gather(self, run: Run, previous: AttemptEnd | None) -> Nodes:
         """Wait for the nodes of the next attempt, and return them. `previous` is the end of the
         attempt before it.
 
@@ -242,7 +242,7 @@ class Run:
                 self.prepared.result()  # raises the caller's own error; a node only reported it
             ended = self._go_on(attempt, failure)
 
-    def _begin(self, ended: Ended | None) -> Attempt:
+    def _begin(self, ended: AttemptEnd | None) -> Attempt:
         """Wait for nodes, and return the next attempt on them.
 
         Args:
@@ -274,7 +274,7 @@ class Run:
         """Note the steps in the store that an event names, and pass the event on."""
         self.emit(self.stored.note(event, self.job.is_in_memory))
 
-    def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:
+    def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> AttemptEnd:
         """Prepare the next attempt, and return the end of the last one. Raises if there is no next
         attempt.
         """
@@ -285,7 +285,7 @@ class Run:
         newest_step = self.stored.newest
         kept_step = max(memory_step or -1, newest_step)
         is_announced = bool(attempt.departures)
-        ended = Ended(failure, attempt.step, self.stored.resumed, kept_step, is_announced)
+        ended = AttemptEnd(failure, attempt.step, self.stored.resumed, kept_step, is_announced)
         is_in_memory = memory_step > max(newest_step, 0)
         if failure and memory_step:  # the store, which has the same state, may be away
             is_in_memory |= memory_step == newest_step
@@ -316,7 +316,7 @@ class Run:
         newest_step = -1
         with contextlib.suppress(StorageUnavailable):
             newest_step = max(stored_steps(self.job.checkpoints), default=0)
-        ended = Ended(failure, 0, newest_step)
+        ended = AttemptEnd(failure, 0, newest_step)
         self.before = Before(oom_step=read_note(self.job.checkpoints))
         decision = decide(ended, self.before, Rules(max_restarts=1))
         self._note_lack_of_memory(ended, decision)
@@ -335,7 +335,7 @@ class Run:
                 f"resumes there{at}",
             )
 
-    def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
+    def _follow(self, ended: AttemptEnd, attempt: Attempt, origin: str) -> None:
         """Prepare the next attempt, and log its reason and its starting point. Raise if there is no
         next attempt.
         """
@@ -370,13 +370,13 @@ class Run:
             raise self._make_error(ended, decision)
         logger.warning("%s", describe_loss(ended, before, how, self.storage is not None))
 
-    def _make_error(self, ended: Ended, kind: Next | type[Exception]) -> Exception:
+    def _make_error(self, ended: AttemptEnd, kind: Next | type[Exception]) -> Exception:
         place = self.place
         return make_error(
             ended, kind, self.before.num_restarts, place.max_restarts, place.larger_memory
         )
 
-    def _note_lack_of_memory(self, ended: Ended, decision: Next | type[Exception]) -> None:
+    def _note_lack_of_memory(self, ended: AttemptEnd, decision: Next | type[Exception]) -> None:
         """Remember from which step an attempt ran out of memory, for the attempts that follow."""
         self.before = dataclasses.replace(self.before, oom_step=ended.resumed_step)
         step = None

@@ -10,11 +10,11 @@ from flyte_ddp.errors import (
     RankFailure,
     StorageUnavailable,
 )
-from flyte_ddp.launch.control.policy import Before, Ended, Next
+from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
 
 
-def describe_loss(ended: Ended, before: Before, how: str, has_store: bool) -> str:
+def describe_loss(ended: AttemptEnd, before: Before, how: str, has_store: bool) -> str:
     """Return the line about a gang that was lost.
 
     Args:
@@ -33,7 +33,7 @@ def describe_loss(ended: Ended, before: Before, how: str, has_store: bool) -> st
     return f"the gang was lost{at} and restarts {how}: {what}"
 
 
-def describe_move(ended: Ended, reason: str) -> str:
+def describe_move(ended: AttemptEnd, reason: str) -> str:
     """Return the line about a gang that ended to start again on other nodes."""
     if not reason and ended.failure:
         reason = first_line(ended.failure)
@@ -44,7 +44,7 @@ def describe_move(ended: Ended, reason: str) -> str:
 
 
 def make_error(
-    ended: Ended,
+    ended: AttemptEnd,
     kind: Next | type[Exception],
     num_restarts: int,
     max_restarts: int,

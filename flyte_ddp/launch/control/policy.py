@@ -1,7 +1,7 @@
 """The rules for restarts: whether a run goes on after an attempt has failed, and how.
 
-`decide` is a pure function, without a clock, a socket or a store. tests/launch/test_policy.py has its
-table of cases.
+`decide` is a pure function, without a clock, a socket or a store. tests/launch/test_policy.py has
+its table of cases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Next(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Ended:
+class AttemptEnd:
     """The end of an attempt that did not finish the run."""
 
     # Failure that explains all others; None for a gang that saved its state to start again larger,
@@ -80,7 +80,7 @@ class Ended:
         """It left a newer state than it found."""
         return self.kept_step > self.resumed_step >= 0
 
-    def got_further_than(self, previous: Ended) -> bool:
+    def got_further_than(self, previous: AttemptEnd) -> bool:
         """Return whether this attempt started from a newer state than the previous one, and died at
         a later step.
         """
@@ -92,7 +92,7 @@ class Ended:
 class Before:
     """The run up to the attempt that has just ended."""
 
-    previous: Ended | None = None  # the end of the attempt before it, in the same process
+    previous: AttemptEnd | None = None  # the end of the attempt before it, in the same process
     num_restarts: int = 0  # counted restarts since the last attempt that left a newer state
     # step from which the last attempt that ran out of memory had started, in any process
     oom_step: int | None = None
@@ -108,7 +108,7 @@ class Rules:
     can_shrink: bool = False  # the batches may be made smaller when a GPU has run out of memory
 
 
-def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]:
+def decide(ended: AttemptEnd, before: Before, rules: Rules) -> Next | type[Exception]:
     """Return how the run goes on after an attempt has ended, or the class of the error to raise."""
     failure, previous = ended.failure, before.previous
     if failure is None:
@@ -142,7 +142,7 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]
     return Next.RAISE
 
 
-def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:
+def is_bug(ended: AttemptEnd, previous: AttemptEnd | None, repeats_bugs: bool = False) -> bool:
     """Return whether the program or its input is to blame. Another attempt would then fail in the
     same way.
     """
@@ -161,7 +161,7 @@ def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> 
     return previous is not None and previous.cause == ended.cause and ended.step <= previous.step
 
 
-def _repeats_crash(ended: Ended, previous: Ended) -> bool:
+def _repeats_crash(ended: AttemptEnd, previous: AttemptEnd) -> bool:
     """Return whether a rank has crashed twice in the same line of the user's, without progress."""
     places = set()
     for each in (previous, ended):

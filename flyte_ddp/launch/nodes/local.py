@@ -34,7 +34,7 @@ from flyte_ddp.process.threads import call_in_background
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.control.driver import Run
-    from flyte_ddp.launch.control.policy import Ended
+    from flyte_ddp.launch.control.policy import AttemptEnd
 
 LOOPBACK = "127.0.0.1"
 
@@ -81,7 +81,7 @@ class LocalPlace:
         job.program.check(num_processes, gpus > 0)
         job.program.check_compiler()
 
-    def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
+    def gather(self, run: Run, previous: AttemptEnd | None) -> LocalNodes:
         """Return this machine at once."""
         if run.results and not self.results:
             self.results = self._stack.enter_context(temporary_directory("results-"))

@@ -41,12 +41,6 @@ SETTINGS = {"SANDBOX": "1", "WANDB_MODE": "offline"}
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("flyte")
-
-
 def kubectl(*arguments: str, check: bool = True) -> str:
     command = ["kubectl", "--namespace", NAMESPACE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

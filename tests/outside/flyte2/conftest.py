@@ -83,12 +83,6 @@ class Paced(Digits):
 SETTINGS = '\n[allowed]\nurls = ["s3://flyte-data/*"]\n'
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("flyte2")
-
-
 def kubectl(*arguments: str) -> str:
     command = ["kubectl", "--namespace", NAMESPACE, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -9,7 +9,6 @@ import pytest
 from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, HistogramsTaken, RunStarted
 from tests.support.runs import new_run
 
-pytestmark = pytest.mark.gpu
 DIGITS = "flyte_ddp.recipes.digits.Digits"
 
 

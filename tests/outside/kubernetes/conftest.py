@@ -62,12 +62,6 @@ def small_cluster(**changes: Any) -> dict[str, Any]:
     return {**SMALL, **rest, "kubernetes": {**SMALL_PODS, **pods}}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("kubernetes")
-
-
 def kubectl(*arguments: str, stdin: str | bytes | None = None, check: bool = True) -> str:
     """Return the output of kubectl; AssertionError with its standard error if it fails."""
     data = stdin.encode() if isinstance(stdin, str) else stdin

@@ -1,9 +1,9 @@
 """The driver of training runs, in a pod, as a Flyte task would be. Needs no pytest: the image has
 none.
 
-As a program, `python -m tests.outside.kubernetes.driver JSON`, it opens one cluster and trains run after
-run on it, up to the first that fails. Events and log lines of the runs and the launcher are printed
-as lines of JSON, each with its time.
+As a program, `python -m tests.outside.kubernetes.driver JSON`, it opens one cluster and trains run
+after run on it, up to the first that fails. Events and log lines of the runs and the launcher are
+printed as lines of JSON, each with its time.
 """
 
 from __future__ import annotations

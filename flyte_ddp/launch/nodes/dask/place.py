@@ -40,7 +40,7 @@ from flyte_ddp.storage import Storage, storage_environment
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.control.driver import Run
-    from flyte_ddp.launch.control.policy import Ended
+    from flyte_ddp.launch.control.policy import AttemptEnd
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class DaskPlace:
     def check(self, job: Job) -> None:
         check(job.program, self.config)
 
-    def gather(self, run: Run, previous: Ended | None) -> DaskNodes:
+    def gather(self, run: Run, previous: AttemptEnd | None) -> DaskNodes:
         """Return the nodes of the next attempt: all workers, or after a while as many as a smaller
         size needs.
 
@@ -143,7 +143,7 @@ class DaskPlace:
             self._latest.scheduler_id = now
         return True
 
-    def _look_back(self, run: Run, previous: Ended | None) -> set[str]:
+    def _look_back(self, run: Run, previous: AttemptEnd | None) -> set[str]:
         """Return the addresses of workers that are enough for the next gang: the workers that the
         watch has found, or the workers of the last gang, without the nodes that leave.
         """
@@ -160,7 +160,7 @@ class DaskPlace:
         return {*(self._latest.growth.members or (node.address for node in nodes))} - leaving
 
     def _wait_for_workers(
-        self, run: Run, previous: Ended | None, sizes: Sequence[int]
+        self, run: Run, previous: AttemptEnd | None, sizes: Sequence[int]
     ) -> list[Worker]:
         """Return the workers for the next attempt. These are the workers of `_look_back` as soon as
         they are idle, or all workers, or after a while as many as a smaller size needs.
@@ -195,7 +195,7 @@ class DaskPlace:
         raise self._make_error(message, previous, is_connected)
 
     def _make_error(
-        self, message: str, previous: Ended | None, is_connected: bool
+        self, message: str, previous: AttemptEnd | None, is_connected: bool
     ) -> ClusterError | WorkersLost:
         """Return the error about missing workers, with the reason if it is known."""
         reason = explain(self.config, self.run_name)
