@@ -77,7 +77,7 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "programs")
 # Number of packages and files directly below flyte_ddp, tasks and workflows, and number of pairs
 # where one imports the other.
-MAX_ROOMS, MAX_ARROWS = 29, 193
+MAX_ROOMS, MAX_ARROWS = 29, 194
 # Kinds of programs: a recipe's training, its predictions, a call, a script, another program, a task
 # of Flyte's.
 PROGRAMS = ("_Training", "PredictionJob", "_Call", "_Script", "_Command", "TaskCall")
@@ -140,6 +140,7 @@ COMPUTES = (
     "flyte_ddp.prediction.schema",
     "flyte_ddp.rank",
     "flyte_ddp.promotion.comparison",
+    "flyte_ddp.rehearsal.estimate",
     "flyte_ddp.rehearsal.left",
     "flyte_ddp.rehearsal.replayed_step",
     "flyte_ddp.rehearsal.watch",
