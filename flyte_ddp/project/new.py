@@ -27,14 +27,14 @@ DISTRIBUTION = "flyte-ddp"
 ROOT = Path(__file__).resolve().parents[2]
 DATA = "share/flyte-ddp/"  # directory of the project files in an installation
 TRAINING = (
-    *("recipes/wine.py", "tasks/__init__.py", "tasks/train.py", "tests/recipes/test_recipes.py"),
+    *("recipes/wine.py", "tasks/__init__.py", "tasks/train.py", "tests/test_recipes.py"),
     *("workflows/single_node.py", "workflows/multi_node.py"),
 )
-FUNCTION = ("workflows/train.py", "tests/doors/test_train.py")
+FUNCTION = ("workflows/train.py", "tests/test_train.py")
 # Files of a project for Flyte 2. The other files below flyte2/ replace the files of the same name
 # for Flyte 1.
 FLYTE_2_WORKFLOWS = "workflows/flyte2.py"
-FLYTE_2 = ("recipes/wine.py", FLYTE_2_WORKFLOWS, "tests/recipes/test_recipes.py")
+FLYTE_2 = ("recipes/wine.py", FLYTE_2_WORKFLOWS, "tests/test_recipes.py")
 ALWAYS = (
     *("workflows/__init__.py", "settings.toml", "pyproject.toml", "requirements.txt"),
     *("Dockerfile", "Makefile", "README.md", ".gitignore", ".dockerignore"),
