@@ -240,7 +240,7 @@ def test_shards_of_other_windows_than_the_recipes_are_refused(tmp_path):
     for number, (options, expected) in enumerate(
         (
             ({}, "context: expected 8, as in the shards at .*, got 128"),
-            ({"context": 8, "tokens": "bpe"}, "tokens: expected 'auto', with which"),
+            ({"context": 8, "tokens": "bpe"}, "tokens: expected 'auto', as in the shards"),
             ({"context": 8, "pretrained": str(model)}, "pretrained: expected a model with the tok"),
         )
     ):
