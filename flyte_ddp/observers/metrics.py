@@ -61,6 +61,11 @@ METRICS = {
     ),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
 }
+# A gauge: steps that are lost with an attempt move to the purpose "redone_steps".
+WALL_SECONDS = "flyte_ddp_wall_seconds"
+HELP = {name: text for name, (_, text) in METRICS.items()} | {
+    WALL_SECONDS: "wall time of the run by purpose, see flyte_ddp.events.TimeSpent",
+}
 
 NO_STRAGGLERS = {"stragglers": 0, "straggler_factor": 1}
 AT_START = {"finished": 0, "restarts_total": 0, "announced_losses_total": 0, **NO_STRAGGLERS}
@@ -80,6 +85,8 @@ class RunFigures:
     # copies for the thread that serves them
     _ends_at: float | None = None  # see `RunState`
     _values: dict[str, float] = field(default_factory=lambda: dict(AT_START))
+    # time of the newest event, the seconds of each purpose then, and one second later
+    _spent: tuple[float, dict[str, float], dict[str, float]] = (0.0, {}, {})
 
     def handle(self, event: Event, state: RunState) -> None:
         figures = event.figures()
@@ -94,6 +101,9 @@ class RunFigures:
         found["announced_losses_total"] = state.num_announced_losses
         known = {name: value for name, value in found.items() if value is not None}
         self._ends_at = state.ends_at
+        if event.at:
+            spent, later = (state.time_spent(event.at + more).parts() for more in (0, 1))
+            self._spent = event.at, spent, later
         # at once: the other thread sees all values of an event, or no value
         self._values = {**self._values, **known, "last_event_timestamp_seconds": time.time()}
 
@@ -103,6 +113,16 @@ class RunFigures:
         if ends_at is not None:
             known["remaining_seconds"] = max(0.0, ends_at - time.time())
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Return the name, the labels and the value of each sample."""
+        for name, value in self.values().items():
+            yield name, self.labels, value
+        at, spent, later = self._spent
+        elapsed = max(0.0, time.time() - at)
+        for purpose, seconds in spent.items():
+            growth = elapsed * (later[purpose] - seconds)
+            yield WALL_SECONDS, {**self.labels, "purpose": purpose}, seconds + growth
 
     def close(self, error: BaseException | None) -> None:
         self.is_open = False
@@ -133,14 +153,15 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return the figures of all runs that have not ended."""
-        found = [(run.labels, run.values()) for run in list(self._runs) if run.is_open]
-        for name in sorted({name for _, values in found for name in values}):
-            kind = "counter" if name.endswith("_total") else "gauge"
-            metric = Metric(name.removesuffix("_total"), METRICS[name][1], kind)
-            for labels, values in found:
-                if name in values:
-                    metric.add_sample(name, labels, values[name])
-            yield metric
+        metrics: dict[str, Metric] = {}
+        for run in list(self._runs):
+            if not run.is_open:
+                continue
+            for name, labels, value in run.samples():
+                kind = "counter" if name.endswith("_total") else "gauge"
+                metric = Metric(name.removesuffix("_total"), HELP[name], kind)
+                metrics.setdefault(name, metric).add_sample(name, labels, value)
+        yield from metrics.values()
 
     def close(self) -> None:
         if self.port:

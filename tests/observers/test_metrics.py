@@ -17,14 +17,16 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.events import (
     AttemptEnded,
+    AttemptStarted,
     CheckpointSaved,
     Straggler,
     StragglersFound,
 )
 from flyte_ddp.flyte import resources
 from flyte_ddp.observers.metrics import (
-    METRICS,
+    HELP,
     PORT_VARIABLE,
+    WALL_SECONDS,
     MetricsServer,
     requested_port,
 )
@@ -71,7 +73,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         # The store does not have this checkpoint.
         feed(run, CheckpointSaved(13, "file:///c/13.json", False, 0.1))
         text, found = scrape(server)
-        assert set(found) == set(METRICS)
+        assert set(found) == set(HELP)
         expected = {
             "step": 12,
             "steps_planned": 12,
@@ -86,7 +88,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert found["flyte_ddp_accuracy_ratio"] == pytest.approx(1 - 0.1 / 3)
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
-        assert text.count("# TYPE ") == len(METRICS)
+        assert text.count("# TYPE ") == len(HELP)
         slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
         for event, stragglers in (
             (StragglersFound(12, [slow]), (1, pytest.approx(1.5))),
@@ -105,6 +107,42 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         server.close()
     with pytest.raises(urllib.error.URLError):
         scrape(server)
+
+
+def test_the_wall_time_is_served_by_purpose_and_grows_between_two_events(monkeypatch):
+    server = MetricsServer(0)
+    run = server.follow(run="f1-n1")
+
+    def seconds(now):
+        monkeypatch.setattr(time, "time", lambda: now)
+        (found,) = (each for each in server.collect() if each.name == WALL_SECONDS)
+        return {
+            each.labels["purpose"]: each.value for each in found.samples if round(each.value, 3)
+        }
+
+    for at, event in (
+        (1060.0, AttemptStarted(2, 1000.0, 50.0)),
+        (1070.0, started()),
+        (1072.0, loaded()),
+        (1100.0, reported(1)),
+    ):
+        feed(run, dataclasses.replace(event, at=at))
+    spent = {"waiting_for_nodes": 50, "starting": 22, "stepping": 28}
+    assert seconds(1100.0) == pytest.approx(spent)
+    assert seconds(1110.0) == pytest.approx({**spent, "stepping": 38})
+    feed(run, dataclasses.replace(AttemptEnded(1, "rank 1 exited", 5.0), at=1120.0))
+    spent = {**spent, "stepping": 43, "restarting": 5}
+    assert seconds(1150.0) == pytest.approx({**spent, "restarting": 35})
+    for at, event in ((1160.0, AttemptStarted(2, 1000.0, 0.0)), (1170.0, started())):
+        feed(run, dataclasses.replace(event, at=at))
+    feed(run, dataclasses.replace(loaded(), at=1171.0))
+    redone = {**spent, "stepping": 0, "restarting": 56, "redone_steps": 43}
+    del redone["stepping"]
+    assert seconds(1171.0) == pytest.approx(redone)
+    # Nothing is lost after the end.
+    feed(run, dataclasses.replace(run_finished(), at=1180.0))
+    assert seconds(5000.0) == seconds(1180.0)
+    server.close()
 
 
 @needs_prometheus
@@ -187,10 +225,14 @@ def alert_groups():
 
 
 def test_the_alert_rules_of_deploy_use_figures_that_are_served():
-    rules = [rule for group in alert_groups() for rule in group["rules"]]
-    used = set(re.findall(r"flyte_ddp_\w+", " ".join(rule["expr"] for rule in rules)))
+    every = [rule for group in alert_groups() for rule in group["rules"]]
+    rules = [rule for rule in every if "alert" in rule]
+    used = set(re.findall(r"flyte_ddp_\w+", " ".join(rule["expr"] for rule in every)))
+    recorded = {rule["record"] for rule in every if "record" in rule}
+    # A recorded series has a name such as flyte_ddp:goodput:ratio.
+    assert set(re.findall(r"flyte_ddp:[\w:]+", str(every))) == recorded
     assert used
-    assert used <= set(METRICS)
+    assert used <= set(HELP)
     symptoms = set(re.findall(r"^\| \*(.+?)\*", (DEPLOY / "RUNBOOK.md").read_text(), re.M))
     for rule in rules:
         assert rule["labels"]["severity"] in ("warning", "critical")
@@ -261,6 +303,44 @@ FAULTS = [
         (65, 71, 76),
     ),
     (
+        "TrainingGoodputBurnsFast",
+        # an hour of training, and 80 minutes of waiting for a node that was lost; 72 % of an hour
+        # are lost after 44 minutes. Training goes on, and the short window ends the alert.
+        [
+            series(
+                "flyte_ddp_wall_seconds", "0+60x60 3600+0x80 3600+60x30", **RUN, purpose="stepping"
+            ),
+            series(
+                "flyte_ddp_wall_seconds",
+                "0+0x60 0+60x80 4800+0x30",
+                **RUN,
+                purpose="waiting_for_nodes",
+            ),
+        ],
+        RUN,
+        (102, 106, 147),
+    ),
+    (
+        "TrainingGoodputBurnsFast",
+        # Restarts take 40 % of the time: 30 % of six hours are lost after 270 minutes.
+        [
+            series("flyte_ddp_wall_seconds", "0+36x420 15120+60x60", **RUN, purpose="stepping"),
+            series("flyte_ddp_wall_seconds", "0+24x420 10080+0x60", **RUN, purpose="restarting"),
+        ],
+        RUN,
+        (260, 280, 475),
+    ),
+    (
+        "TrainingGoodputBurnsSlowly",
+        # A tenth of the time is lost: 5 % of three days are lost after 36 hours.
+        [
+            series("flyte_ddp_wall_seconds", "0+54x2400 129600+60x400", **RUN, purpose="stepping"),
+            series("flyte_ddp_wall_seconds", "0+6x2400 14400+0x400", **RUN, purpose="redone_steps"),
+        ],
+        RUN,
+        (2100, 2200, 2780),
+    ),
+    (
         "RetrainingSilentOrStuck",
         [  # The alert fires at minutes 31, 91 and 211, but not at 151.
             series("kube_cronjob_created", "0+0x300", **MONITOR),
@@ -291,7 +371,7 @@ FAULTS = [
 )
 def test_an_alert_fires_once_for_its_fault_and_stops(tmp_path, alert, found, labels, minutes):
     (rule,) = (
-        rule for group in alert_groups() for rule in group["rules"] if rule["alert"] == alert
+        rule for group in alert_groups() for rule in group["rules"] if rule.get("alert") == alert
     )
     firing = {"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": rule["annotations"]}
     checks = [
