@@ -287,6 +287,17 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return ""
 
 
+def expect_known(kind: str, known: Iterable[str], got: object) -> str:
+    """Return what an error says of an unknown name: the known name that the user may have meant, or
+    all known names if none is near.
+    """
+    known = list(known)
+    hint = suggest(got, known)
+    if hint:
+        return f"expected a known {kind}{hint}, got {got!r}"
+    return f"expected one of the {kind}s {', '.join(known)}, got {got!r}"
+
+
 def check_object(name: str, values: object) -> None:
     """Raise ConfigError, which begins with `name`, if `values` is no mapping."""
     if not isinstance(values, Mapping):
@@ -304,11 +315,7 @@ def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None
     known = {each.name: each for each in dataclasses.fields(config_class)}
     for key in values:
         if key not in known:
-            expected = f"one of the fields {', '.join(known)}"
-            hint = suggest(key, known)
-            if hint:
-                expected = f"a known field{hint}"
-            raise ConfigError(f"{name}: expected {expected}, got {key!r}")
+            raise ConfigError(f"{name}: {expect_known('field', known, key)}")
     for key, each in known.items():
         if key not in values and each.default is each.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{name}: expected the field {key}, got none")

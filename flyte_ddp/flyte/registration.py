@@ -17,7 +17,7 @@ from flytekit.models.concurrency import ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.config.fields import check, suggest
+from flyte_ddp.config.fields import check, expect_known
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.project.settings import SETTINGS, delaying_errors
@@ -88,9 +88,7 @@ def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[
     }
     for name in given:
         if name not in kinds:
-            raise ConfigError(
-                f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}{suggest(name, kinds)}"
-            )
+            raise ConfigError(f"retrain_inputs: {expect_known('input', kinds, name)}")
     return {name: _convert(name, value, kinds[name]) for name, value in given.items()}
 
 

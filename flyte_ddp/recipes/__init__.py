@@ -36,7 +36,7 @@ from flyte_ddp.code.source_code import (
 )
 from flyte_ddp.config import OWN, TrainingConfig, resolve
 from flyte_ddp.config.extras import EXTRAS, how_to_install
-from flyte_ddp.config.fields import check, check_object, suggest
+from flyte_ddp.config.fields import check, check_object, expect_known, suggest
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.process.invocation import POD_VARIABLE
 from flyte_ddp.recipes.base import Recipe, list_class_names
@@ -196,13 +196,12 @@ def _with_options(kind: type[Recipe], name: str, options: Mapping[str, Any]) -> 
     types = _option_types(kind)
     for option, value in given.items():
         if option not in types:
-            expected = "no options"
-            if types:
-                expected = f"one of {', '.join(types)}"
-            raise ConfigError(
-                f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}"
-                f"{suggest(option, types)}"
-            )
+            if not types:
+                raise ConfigError(
+                    f"recipe_options: expected no options for recipe {name!r}, got {option!r}"
+                )
+            problem = expect_known("option", types, option)
+            raise ConfigError(f"recipe_options: {problem}; the recipe is {name!r}")
         # values of other types are checked by the recipe
         if types[option] in (int, float, bool, str):
             given[option] = check(f"recipe_options.{option}", value, types[option])
@@ -325,7 +324,9 @@ def _find(name: str | type[Recipe]) -> type[Recipe]:
     extend_path()
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path) or name.endswith(".py"):
         hint = _suggest_recipes(_module_of(name)) or suggest(name, BUILTIN)
-        raise ConfigError(f"recipe: {expected}, got {name!r}{hint}")
+        if hint:
+            expected = f"expected a known recipe{hint}"
+        raise ConfigError(f"recipe: {expected}, got {name!r}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import plain_number, suggest
+from flyte_ddp.config.fields import expect_known, plain_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.process.tracebacks import frames_of_user
@@ -301,6 +301,4 @@ def check_monitor(config: TrainingConfig, names: Sequence[str]) -> None:
     """Raise ConfigError if the config monitors none of these figures."""
     got = config.monitor.metric
     if got not in names:
-        raise ConfigError(
-            f"monitor.metric: expected one of {', '.join(names)}, got {got!r}{suggest(got, names)}"
-        )
+        raise ConfigError(f"monitor.metric: {expect_known('metric', names, got)}")

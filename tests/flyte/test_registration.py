@@ -339,7 +339,11 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
         ),
         ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected an object with strings as keys, got '{'"),
         ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected an object with strings as keys, got []"),
-        ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "retrain_inputs: expected champion, recipe"),
+        (
+            "RETRAIN_INPUTS",
+            '{"kickoff_time": "now"}',
+            "retrain_inputs: expected one of the inputs champion, recipe",
+        ),
         ("RETRAIN_INPUTS", '{"recipe": 3}', "retrain_inputs.recipe: expected a string, got 3"),
         ("RETRAIN_INPUTS", '{"data": "here"}', "retrain_inputs.data: expected a URL, got 'here'"),
         ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: "),

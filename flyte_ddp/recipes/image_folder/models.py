@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flyte_ddp.config.fields import expect_known
 from flyte_ddp.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def check_architecture(name: str) -> None:
 
     known = [model for model in models.list_models(models) if model not in NOT_PLAIN]
     if name not in known:
-        raise DataError(f"architecture: expected one of {', '.join(known)}, got {name!r}")
+        raise DataError(f"architecture: {expect_known('architecture', known, name)}")
 
 
 def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[nn.Module, str]:
