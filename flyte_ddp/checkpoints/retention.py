@@ -1,5 +1,7 @@
-"""Delete checkpoints that newer ones replace. The newest and the best stay, and so do checkpoints
-that are newer than the one this run resumed from and that another process wrote.
+"""Delete checkpoints that newer ones replace. "Newer" means of a later step.
+
+The newest and the best stay. A checkpoint of another process stays, too, if it is newer than the
+one that this run resumed from.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from flyte_ddp.storage import Storage
 class Retention:
     """Deletes what newer checkpoints replace. Names of manifests sort by their steps."""
 
-    storage: Storage  # the place of the checkpoints; it does not repeat a failed request
+    storage: Storage  # the place of the checkpoints; it does not retry a failed request
     num_kept: int  # number of newest checkpoints that stay; the best one stays as well
     owner: str  # token of the run, see `CheckpointStore`
     # manifest of the checkpoint that the run resumed from; "" for a run from step 0
@@ -38,7 +40,7 @@ class Retention:
         """Rename the files of a damaged checkpoint to `skipped-...`. Return a line that reports it.
 
         Args:
-            storage: the same place as `self.storage`, but it repeats a failed request.
+            storage: the same place as `self.storage`, but it retries a failed request.
         """
         check_owner(storage, self.owner)
         mark = f"skipped-{uuid.uuid4().hex[:8]}-"
@@ -74,6 +76,7 @@ class Retention:
 
     def prune(self, newest_manifest: str) -> None:
         """Delete the checkpoints that newer ones replace, and the files of incomplete checkpoints.
+        `newest_manifest` is the manifest that was just written, and is in `replaceable` already.
 
         Only rank 0 calls this, and no rank writes a checkpoint meanwhile. So each file of a
         checkpoint without a manifest is from a writer that was killed or has failed.
@@ -90,8 +93,9 @@ class Retention:
         steps = sorted(name for name in self.replaceable if name <= newest_manifest)
         best = [name for name in steps if self.replaceable[name].get("best")]
         kept = {*steps[-self.num_kept :], *best[-1:]}
-        # Manifests are deleted first: a checkpoint with a manifest must be whole. Checkpoints of
-        # later steps are deleted, too. They were saved earlier, and would look like the newest.
+        # Manifests are deleted first: a checkpoint with a manifest must be whole. If the run went
+        # back to an earlier step, its old checkpoints of later steps would look like the newest, so
+        # they are deleted, too.
         for name in list(self.replaceable):
             if name not in kept:
                 self.storage.delete(name)
@@ -100,12 +104,12 @@ class Retention:
             entry["file"] for manifest in self.replaceable.values() for entry in manifest["files"]
         }
         for name in names - referenced:
-            is_orphan = is_tensors(name) and _name_manifest(name) not in protected
+            is_orphan = is_tensors(name) and _manifest_of(name) not in protected
             if is_orphan or is_half_written(name):
                 self.storage.delete(name)
 
 
-def _name_manifest(tensors: str) -> str:
+def _manifest_of(tensors: str) -> str:
     """Return the name of the manifest for a file such as `step-0000000123-4f1c88a2-1of4.pt`."""
     checkpoint, _, _ = tensors.rsplit("-", 2)
     return f"{checkpoint}.json"

@@ -54,6 +54,7 @@ def find_best(results: Iterable[T], monitor: Monitor) -> T | None:
 
     def key(result: T) -> tuple[float, float]:
         values = result.figures().values
+        # The better of two values has the lower score.
         return monitor.score(values), values.get("test_loss", 0.0)
 
     return min(results, key=key, default=None)
@@ -94,8 +95,8 @@ class RunState(Listener):
     reports: list[Reported] = field(default_factory=list)  # rank 0's reports of all attempts
     # By rank, for all ranks but rank 0: the newest value of each figure in this attempt.
     rank_values: dict[int, dict[str, float]] = field(default_factory=dict)
-    # The epochs of all attempts. With `evaluation_interval` the list contains an epoch several
-    # times.
+    # All evaluations, of all attempts. With `evaluation_interval` an epoch has several entries: one
+    # for each evaluation, whose `share` is the part of the epoch that was trained.
     epochs: list[EpochFinished] = field(default_factory=list)
     checkpoint: CheckpointWritten | None = None  # the newest checkpoint in the store
     predictions: PredictionsMade | None = None
@@ -109,7 +110,7 @@ class RunState(Listener):
     num_starts: int = 0  # starts of the ranks
     # attempts that ended because nodes left and had announced it
     num_announced_losses: int = 0
-    departure: str = ""  # reason of the last announced loss
+    departure: str = ""  # why nodes left, the last time
     grace_seconds: float = 0.0  # see `AttemptStarted`
     # seconds from the copy of the newest stored checkpoint until the store had it; 0: not known
     writing_seconds: float = 0.0
@@ -132,7 +133,7 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
-        # `_add_results` reads `_progress`, so it comes later.
+        # This comes before `_add_results`, which reads `_progress`.
         if isinstance(event, Reported | EpochFinished) and event.at:
             self._progress = [*self._progress[:1], (event.at, event.step)]
         self._follow_attempts(event)
@@ -165,8 +166,8 @@ class RunState(Listener):
         match event:
             case Reported() if self.keep_reports:
                 if self.loaded is None and len(self._progress) == 1:
-                    # The first report in an attempt of a function that does not call
-                    # `session.load`: the function begins again, and repeats these steps.
+                    # This is the first report of the attempt, and the program has not called
+                    # `session.load`. So it began again, and repeats all steps from here.
                     self.reports = [each for each in self.reports if each.step < event.step]
                 self.reports.append(event)
             case RankReported():
@@ -174,8 +175,8 @@ class RunState(Listener):
                 for report in event.reports:
                     values.update(report.values)
             case EpochFinished():
-                # A history file repeats the epochs of earlier attempts. `CheckpointLoaded` contains
-                # them, too.
+                # An epoch can arrive twice: with `CheckpointLoaded`, and again from a history
+                # file. The later one replaces the one of the same step.
                 by_step = {epoch.step: epoch for epoch in self.epochs} | {event.step: event}
                 self.epochs = list(by_step.values())
 
@@ -214,7 +215,7 @@ class RunState(Listener):
 
     @property
     def best(self) -> EpochFinished | None:
-        """The best of the finished epochs."""
+        """The best of all evaluations."""
         return find_best(self.epochs, self.monitor)
 
     @property

@@ -20,10 +20,10 @@ SHARED_MEMORY = "/dev/shm"
 PRIMARY_CONTAINER = "primary"
 # requests and limits of a driver's pod, which only waits for the ranks in a cluster's pods
 DRIVER_RESOURCES = Resources(cpu="1", mem="2Gi")
-# options of @task that a driver's pod does not get, because they describe the ranks
+# Options of @task that a driver's pod does not get: they are meant for the ranks.
 NOT_FOR_DRIVER = ("requests", "limits", "resources", "accelerator", "shared_memory")
-# Options of @task that do not reach a cluster's pods, which get only sizes from them. A log line
-# warns of these options.
+# A cluster's pods get only the sizes of a task: CPUs, memory and GPUs. These options of @task are
+# lost, and a log line warns of them.
 NOT_FOR_RANKS = ("accelerator", "pod_template", "pod_template_name", "secret_requests")
 
 
@@ -42,7 +42,8 @@ def make_rank_options(options: dict[str, Any], increase_shared_mem: bool) -> dic
         options["shared_memory"] = True
     gpus = read_pod_sizes(options).get("gpus_per_node", 0)
     if gpus:
-        # The start fails where the pod sees fewer GPUs. It would train on CPUs otherwise.
+        # The ranks count their GPUs. With fewer than this number they fail, because they would
+        # train on CPUs.
         environment = options.get("environment") or {}
         options["environment"] = {REQUESTED_VARIABLE: str(gpus), **environment}
     return options

@@ -21,10 +21,10 @@ def find_entered_command() -> list[str]:
     directory starts the process again.
     """
     program = sys.argv[0]
-    # `python FILE`. A program such as flyte-ddp is executable, and its first line names Python,
-    # which the user did not enter.
+    # `python FILE` and `python -m MODULE`: `orig_argv` is what the user entered. The user enters an
+    # executable program such as flyte-ddp without Python, which only its first line names.
     is_python_script = program in sys.orig_argv and not os.access(program, os.X_OK)
-    if is_python_script or program.endswith(".py"):  # the second for `python -m MODULE`
+    if is_python_script or program.endswith(".py"):
         return sys.orig_argv
     # If the user entered a name alone, the shell has searched PATH for the program's path.
     name = os.path.basename(program)
@@ -37,8 +37,8 @@ def find_flyte_ddp_command() -> str:
     """Return how the user starts flyte-ddp in the shell that started this process, such as
     `.venv/bin/flyte-ddp`.
 
-    A rank returns the result of its driver. In a pod the result is `flyte-ddp`, because the user's
-    shell is on another machine.
+    In a rank this is the driver's command, from `COMMAND_VARIABLE`. In a pod it is `flyte-ddp`,
+    because the user's shell is on another machine.
     """
     command = os.environ.get(COMMAND_VARIABLE)
     if command:

@@ -33,7 +33,11 @@ from flyte_ddp.rehearsal.verdict import Row, Verdict, judge
 
 OPTIONS = (
     ("--nproc-per-node", "ranks of the undisturbed run (default 2)", 2),
-    ("--minutes", "time for all runs; epochs are shortened to fit into it (default 2)", 2.0),
+    (
+        "--minutes",
+        "time for all runs; a recipe's epochs are shortened to fit into it (default 2)",
+        2.0,
+    ),
     ("--data", "path or URL of the data, for a recipe that reads data of yours", ""),
     ("--json", "print the verdict as JSON", False),
     ("--report", "file for the HTML page", ""),
@@ -161,7 +165,7 @@ def format_row(row: Row) -> dict[str, str]:
     texts = [TITLES[run.name], f"not tried: {run.not_tried}"]
     if not run.not_tried:
         pause = f"{run.pause:.1f} s"
-        if run.name == "again":  # This run starts after the end of a run, not after a fault.
+        if run.name == "again":  # This run starts a finished run once more: there is no pause.
             pause = ""
         texts = [
             TITLES[run.name],

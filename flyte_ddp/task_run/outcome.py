@@ -30,12 +30,12 @@ RECOVERABLE_KINDS = (FailureKind.SIGNAL, FailureKind.EXIT, FailureKind.STALL)
 
 
 class Retry(enum.Enum):
-    """Whether another attempt may succeed, and if not, which error Flyte shows."""
+    """Whether Flyte retries a failed task. Only `MAY_SUCCEED` leads to another attempt."""
 
     MAY_SUCCEED = enum.auto()
-    # No: the input or the settings are wrong. The message explains the error to the user.
+    # Not retried: the input or the settings are wrong. The message explains the error.
     USER_ERROR = enum.auto()
-    # No: an exception in the program, such as a bug in a recipe. A traceback shows the place.
+    # Not retried: an exception in the program, such as a recipe's bug. Flyte shows the traceback.
     PROGRAM_ERROR = enum.auto()
 
 
@@ -55,8 +55,8 @@ class FailureReport:
 
 
 def judge_failure(error: Exception, *recoverable_names: str) -> FailureReport | None:
-    """Return the outcome of an error of the library or of a recipe's `prepare`; None for other
-    errors.
+    """Return the report for an error of one of the classes above, or for an exception in a recipe's
+    `prepare`. Return None for any other error.
 
     Args:
         recoverable_names: class names of the SDK's exceptions after which another attempt may
@@ -89,10 +89,10 @@ def _may_succeed(failure: RankFailure, recoverable_names: Collection[str]) -> bo
 
 
 def _convert_error_of_prepare(error: Exception) -> RankFailure | None:
-    """Return an error of a recipe's `prepare` as a `RankFailure`; None for another error. Both are
-    exceptions of the user's code, so they are judged in the same way.
+    """Return an exception in a recipe's `prepare` as a `RankFailure`; None for another error.
+    `prepare` is the user's code, so its exceptions are judged as a rank's.
     """
-    # `prepare_data` of recipes/prepare.py calls `prepare`.
+    # Find the call of `prepare_data` (recipes/prepare.py), which calls the recipe's `prepare`.
     caller = error.__traceback__
     while caller and caller.tb_frame.f_code.co_name != "prepare_data":
         caller = caller.tb_next

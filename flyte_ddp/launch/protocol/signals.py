@@ -35,7 +35,7 @@ class StopRequest:
     deadline: float = float("inf")
 
     def set(self, reason: str) -> None:
-        """Request the end of the run within `self.grace` seconds. The second call makes the request
+        """Request the end of the run within `self.grace` seconds. An existing request becomes
         urgent.
         """
         self.reason = self.reason or reason
@@ -43,9 +43,8 @@ class StopRequest:
         self.num_requests += 1
 
     def revise(self, reason: str, grace: float) -> None:
-        """Request the end of the run within `grace` seconds, for a new reason. Unlike a second
-        `set`, this makes no request urgent. An urgent request stays urgent, and an earlier deadline
-        stays.
+        """Make a request to end the run within `grace` seconds, or give the existing request this
+        reason. The request does not become urgent by this call. An earlier deadline stays.
         """
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
@@ -56,13 +55,15 @@ class StopRequest:
 
     @property
     def is_urgent(self) -> bool:
-        """True after a second `set`: the run has to end at once, without a final checkpoint."""
+        """True after a `set` of an existing request: the run has to end at once, without a final
+        checkpoint.
+        """
         return self.num_requests > 1
 
 
 def find_signal(reason: str) -> signal.Signals:
-    """Return the signal that ends a rank whose function never reads `session.stop_requested`: the
-    one that `reason` names, or SIGTERM for another reason.
+    """Return the signal for a rank that does not read `session.stop_requested`. It is the signal
+    that `reason` names, such as "SIGINT", or SIGTERM.
     """
     return signal.Signals.__members__.get(reason, signal.SIGTERM)
 
@@ -152,6 +153,7 @@ class TimeLimit:
         """
         if not self._has_ended or not isinstance(error, (TrainingStopped, SystemExit)):
             return error
+        # Outside `stop_on_signals`, SIGTERM raises SystemExit: no rank was running.
         how = "nothing was running yet"
         if isinstance(error, TrainingStopped):
             how = str(error).removeprefix(f"{error.reason}: ")

@@ -15,7 +15,7 @@ SHAPES = {"circle": (0, 40), "pentagon": (90, 5), "square": (180, 4), "triangle"
 
 def draw_images(directory: Path) -> None:
     """Write `train` and `val`, each with a folder of PNGs for each class, to an empty `directory`.
-    The images are the same in every directory.
+    Every call draws the same images.
 
     Each class has a shape and a hue, so a model learns them in a few epochs. The exact hue, the
     brightness, size, position, angle, background and specks are random for each image.

@@ -82,18 +82,20 @@ def write_images(
 
 
 def _assign_shards(files: Sequence[File], shard_bytes: int) -> list[list[int]]:
-    """Return the indices in `files` of each shard's files. A shard begins at the first file after
-    each multiple of `shard_bytes`.
+    """Return the indices in `files` of each shard's files.
+
+    The files lie one after another. A file belongs to shard k if it begins in the k-th piece of
+    `shard_bytes` bytes. A piece in which no file begins is no shard.
     """
     shards: list[list[int]] = []
-    current = -1  # number of multiples of `shard_bytes` before the current shard
+    current = -1  # index of the piece in which the files of the current shard begin
     num_bytes = 0  # bytes of all files before the current file
     for index, file in enumerate(files):
         if num_bytes // shard_bytes != current:
             current = num_bytes // shard_bytes
             shards.append([])
         shards[-1].append(index)
-        num_bytes += max(0, file.size)
+        num_bytes += max(0, file.size)  # -1 stands for an unknown size
     return shards
 
 

@@ -4,7 +4,7 @@ A window is `context` consecutive tokens of the text. Each sample contains the t
 and the token after it. A shard is a file with many samples, in MosaicML's format. Beside the shards
 lies the note (`data.splits.NOTE`): a JSON file with the options and the tokenizer of the windows.
 
-To import this module imports no torch.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def write_windows(
         directory = Path(place)
         lines = [recipe.prepare(source, directory)]
         token_files = directory / TRAIN_FILE, directory / HELD_OUT_FILE
+        # `prepare` writes no files of tokens if the source contains shards already.
         if not token_files[0].exists():
             raise ConfigError(f"source: expected text, got shards of it at {redact_url(source)}")
         tokenizer = read_tokenizer(directory / "tokenizer")
-        # The checksum stands for the version of a file, and for its size.
+        # (name, size, version) of each file. The checksum is the version, and no size is needed.
         versions = [(file.name, 0, compute_sha256(str(file))) for file in token_files]
         note: dict[str, Any] = {
             **{name: getattr(recipe, name) for name in SAMPLE_OPTIONS},
@@ -116,7 +117,7 @@ def read_window_note(recipe: Recipe, source: str) -> dict[str, Any]:
     if not source:
         return {}
     note = read_note(Storage(source, "data"))
-    if "tokenizer" not in note:
+    if "tokenizer" not in note:  # shards of another kind, such as images
         return {}
     for name in SAMPLE_OPTIONS:
         got = getattr(recipe, name)
@@ -129,7 +130,8 @@ def read_window_note(recipe: Recipe, source: str) -> dict[str, Any]:
 
 
 def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> str:
-    """Write to `directory` where the shards are, for `Text.datasets`. Return a description.
+    """Write the place of the shards to a file in `directory`, which `Text.datasets` reads. Return a
+    description.
 
     Raises:
         DataError, StorageUnavailable: the shards cannot be read; see `Shards`.
