@@ -344,12 +344,7 @@ def _find(name: str | type[Recipe]) -> type[Recipe]:
         raise _make_import_error(name, error) from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type) or not issubclass(found, Recipe):
-        known = [
-            name
-            for name, each in vars(module).items()
-            if isinstance(each, type) and issubclass(each, Recipe)
-        ]
-        hint = _suggest_recipes(path) or suggest(attribute, known)
+        hint = _suggest_recipes(path) or suggest(attribute, _recipes_of(vars(module)))
         raise ConfigError(
             f"recipe: {expected}, got {name!r}, which is no Recipe in module {module_name}{hint}"
         )
@@ -368,14 +363,21 @@ def _module_of(name: str) -> str:
     return ".".join(relative.with_suffix("").parts)
 
 
+def _recipes_of(names: Mapping[str, Any]) -> list[str]:
+    """Return which of a module's names are recipes."""
+    return [
+        name for name, each in names.items() if isinstance(each, type) and issubclass(each, Recipe)
+    ]
+
+
 def _suggest_recipes(module_name: str) -> str:
     """Return the end of an error about a module or file in place of a recipe: the recipes in it."""
     names: dict[str, Any] = {}
     with contextlib.suppress(Exception, SystemExit):  # the module is the user's code
         names = vars(importlib.import_module(module_name))
     found = []
-    for name, each in names.items():
-        if isinstance(each, type) and issubclass(each, Recipe) and each.__module__ == module_name:
+    for name in _recipes_of(names):
+        if names[name].__module__ == module_name:
             found.append(f"{module_name}.{name}")
     if not found:
         return ""
