@@ -448,6 +448,11 @@ class NodeMeasured(Timed):
     # Use of the GPUs of the node's ranks; None if the driver does not report it.
     gpu: float | None = None  # the mean share of time in which a kernel ran
     gpu_memory: float | None = None  # share of the fullest GPU's memory
+    host: str = ""  # name of the machine or of the Kubernetes node; "" if it is not known
+    pod: str = ""  # "" outside Kubernetes
+    first_rank: int = 0  # rank of the first entry in `gpu_uuids`
+    # UUID of the GPU of each rank of the node; "" without a GPU, or if the driver has none
+    gpu_uuids: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
 
-from flyte_ddp.events import AttemptEnded, Event, RunStarted, RunState
+from flyte_ddp.events import AttemptEnded, AttemptStarted, Event, NodeMeasured, RunStarted, RunState
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
 PORT_NAME = "metrics"  # name of the port in the task's pod; deploy/alerts.yaml uses it
@@ -63,8 +63,10 @@ METRICS = {
 }
 # A gauge: steps that are lost with an attempt move to the purpose "redone_steps".
 WALL_SECONDS = "flyte_ddp_wall_seconds"
+RANK_INFO = "flyte_ddp_rank_info"
 HELP = {name: text for name, (_, text) in METRICS.items()} | {
     WALL_SECONDS: "wall time of the run by purpose, see flyte_ddp.events.TimeSpent",
+    RANK_INFO: "always 1: where each rank of the current attempt runs, to join other exporters",
 }
 
 NO_STRAGGLERS = {"stragglers": 0, "straggler_factor": 1}
@@ -85,10 +87,13 @@ class RunFigures:
     # copies for the thread that serves them
     _ends_at: float | None = None  # see `RunState`
     _values: dict[str, float] = field(default_factory=lambda: dict(AT_START))
+    # labels of each rank of the current attempt, by node
+    _ranks: dict[int, list[dict[str, str]]] = field(default_factory=dict)
     # time of the newest event, the seconds of each purpose then, and one second later
     _spent: tuple[float, dict[str, float], dict[str, float]] = (0.0, {}, {})
 
     def handle(self, event: Event, state: RunState) -> None:
+        self._follow_ranks(event)
         figures = event.figures()
         found = {**figures.values, "step": figures.step, "epoch": figures.epoch}
         if isinstance(event, AttemptEnded):
@@ -107,6 +112,16 @@ class RunFigures:
         # at once: the other thread sees all values of an event, or no value
         self._values = {**self._values, **known, "last_event_timestamp_seconds": time.time()}
 
+    def _follow_ranks(self, event: Event) -> None:
+        if isinstance(event, AttemptStarted | AttemptEnded):
+            self._ranks = {}  # the next attempt may place its ranks elsewhere
+        elif isinstance(event, NodeMeasured):
+            ranks = [
+                {"rank": str(rank), "node": event.host, "pod": event.pod, "gpu_uuid": uuid}
+                for rank, uuid in enumerate(event.gpu_uuids, event.first_rank)
+            ]
+            self._ranks = {**self._ranks, event.node: ranks}
+
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
         known, ends_at = {**self._values, "attempt": self.attempt}, self._ends_at
@@ -123,6 +138,10 @@ class RunFigures:
         for purpose, seconds in spent.items():
             growth = elapsed * (later[purpose] - seconds)
             yield WALL_SECONDS, {**self.labels, "purpose": purpose}, seconds + growth
+
+        for ranks in self._ranks.values():
+            for rank in ranks:
+                yield RANK_INFO, {**self.labels, **rank}, 1.0
 
     def close(self, error: BaseException | None) -> None:
         self.is_open = False

@@ -11,6 +11,7 @@ import ctypes
 import glob
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 
 MISSING_GPUS_HINT = (
@@ -20,6 +21,8 @@ MISSING_GPUS_HINT = (
 )
 
 
+# environment variable of a worker's pod: its Kubernetes node
+NODE_VARIABLE = "FLYTE_DDP_NODE"
 # environment variable of a task that was registered with GPUs: their number
 REQUESTED_VARIABLE = "FLYTE_DDP_REQUESTED_GPUS"
 
@@ -83,6 +86,9 @@ def visible_gpus() -> tuple[str, ...]:
     )
 
 
+UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
 class _Rates(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent of the last second
 
@@ -99,11 +105,7 @@ def measure_gpus(count: int) -> tuple[float | None, float | None]:
     found: list[tuple[float, float]] = []
     with contextlib.suppress(OSError, AttributeError), _open_nvml() as nvml:
         for name in visible_gpus()[:count]:
-            gpu, rates, memory = ctypes.c_void_p(), _Rates(), _Memory()
-            if name.isdigit():
-                nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
-            else:
-                nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
+            gpu, rates, memory = _find_gpu(nvml, name), _Rates(), _Memory()
             if not (
                 nvml.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates))
                 or nvml.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(memory))
@@ -112,6 +114,41 @@ def measure_gpus(count: int) -> tuple[float | None, float | None]:
     if not found:
         return None, None
     return sum(rate for rate, _ in found) / len(found), max(share for _, share in found)
+
+
+def gpu_uuids(num_ranks: int) -> list[str]:
+    """Return the UUID of the GPU of each rank on this node; "" without a GPU, or if the driver
+    does not report the UUID.
+    """
+    found = [""] * num_ranks
+    with contextlib.suppress(OSError, AttributeError), _open_nvml() as nvml:
+        for number, name in enumerate(visible_gpus()[:num_ranks]):
+            uuid = ctypes.create_string_buffer(UUID_BYTES)
+            if not nvml.nvmlDeviceGetUUID(_find_gpu(nvml, name), uuid, UUID_BYTES):
+                found[number] = uuid.value.decode()
+    return found
+
+
+def locate() -> tuple[str, str]:
+    """Return the node and the pod of this process. In Kubernetes the node is known from
+    `NODE_VARIABLE` alone; elsewhere the pod is "".
+    """
+    name, node = socket.gethostname(), os.environ.get(NODE_VARIABLE, "")
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return node, name
+    return node or name, ""
+
+
+def _find_gpu(nvml: ctypes.CDLL, name: str) -> ctypes.c_void_p:
+    """Return NVML's handle of a GPU that CUDA_VISIBLE_DEVICES may name so; empty if there is no
+    such GPU.
+    """
+    gpu = ctypes.c_void_p()
+    if name.isdigit():
+        nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
+    else:
+        nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
+    return gpu
 
 
 @contextlib.contextmanager

@@ -257,6 +257,10 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                     "name": "DASK_WORKER_NAME",
                                     "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
                                 },
+                                {
+                                    "name": "FLYTE_DDP_NODE",
+                                    "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}},
+                                },
                             ],
                             "envFrom": [{"secretRef": {"name": "storage"}}],
                             "resources": {"requests": worker_resources, "limits": worker_resources},

@@ -19,6 +19,7 @@ from flyte_ddp.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointSaved,
+    NodeMeasured,
     Straggler,
     StragglersFound,
 )
@@ -26,6 +27,7 @@ from flyte_ddp.flyte import resources
 from flyte_ddp.observers.metrics import (
     HELP,
     PORT_VARIABLE,
+    RANK_INFO,
     WALL_SECONDS,
     MetricsServer,
     requested_port,
@@ -73,7 +75,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         # The store does not have this checkpoint.
         feed(run, CheckpointSaved(13, "file:///c/13.json", False, 0.1))
         text, found = scrape(server)
-        assert set(found) == set(HELP)
+        assert set(found) == set(HELP) - {RANK_INFO}
         expected = {
             "step": 12,
             "steps_planned": 12,
@@ -88,7 +90,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert found["flyte_ddp_accuracy_ratio"] == pytest.approx(1 - 0.1 / 3)
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
-        assert text.count("# TYPE ") == len(HELP)
+        assert text.count("# TYPE ") == len(HELP) - 1
         slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
         for event, stragglers in (
             (StragglersFound(12, [slow]), (1, pytest.approx(1.5))),
@@ -143,6 +145,102 @@ def test_the_wall_time_is_served_by_purpose_and_grows_between_two_events(monkeyp
     feed(run, dataclasses.replace(run_finished(), at=1180.0))
     assert seconds(5000.0) == seconds(1180.0)
     server.close()
+
+
+def place(node, first_rank, host, pod, *uuids):
+    """Return the measurement of a node with a rank for each of `uuids`."""
+    return NodeMeasured(node, 0.5, 0.5, 2**30, None, None, host, pod, first_rank, list(uuids))
+
+
+# Attempts of a run: two ranks on a node and one on another; the second node is replaced after a
+# restart; a third node joins.
+PLACES = [
+    [place(0, 0, "m1", "w-a", "GPU-1", "GPU-2"), place(1, 2, "m2", "w-b", "GPU-3")],
+    [place(0, 0, "m1", "w-a", "GPU-1", "GPU-2"), place(1, 2, "m3", "w-c", "GPU-4")],
+    [
+        place(0, 0, "m3", "w-c", "GPU-4", "GPU-5"),
+        place(1, 2, "m1", "w-a", "GPU-1"),
+        place(2, 3, "m4", "w-d", "GPU-6"),
+    ],
+]
+RANK_OF_GPU = [
+    {"GPU-1": "0", "GPU-2": "1", "GPU-3": "2"},
+    {"GPU-1": "0", "GPU-2": "1", "GPU-4": "2"},
+    {"GPU-4": "0", "GPU-5": "1", "GPU-1": "2", "GPU-6": "3"},
+]
+DCGM_BY_RANK = """label_replace(DCGM_FI_DEV_GPU_UTIL, "gpu_uuid", "$1", "UUID", "(.+)")
+  * on (gpu_uuid) group_left (run, rank) flyte_ddp_rank_info{gpu_uuid!=""}"""
+
+
+def attempts_of_ranks():
+    """Yield the served `flyte_ddp_rank_info` in each attempt, and between two attempts."""
+    server = MetricsServer(0)
+    run = server.follow(run="f1-n1")
+    for places in PLACES:
+        feed(run, AttemptStarted(len(places), 1000.0, 0.0), started(), *places)
+        # The next measurement replaces the first one.
+        feed(run, places[0])
+        yield [each for found in server.collect() for each in found.samples if is_info(each)]
+        feed(run, AttemptEnded(1, "a node was lost", 0.0))
+        yield [each for found in server.collect() for each in found.samples if is_info(each)]
+    server.close()
+
+
+def is_info(sample):
+    return sample.name == RANK_INFO
+
+
+def test_each_rank_says_where_it_runs_until_its_attempt_ends():
+    attempts = list(attempts_of_ranks())
+    assert attempts[1::2] == [[], [], []]
+    for samples, expected in zip(attempts[::2], RANK_OF_GPU, strict=True):
+        assert {each.labels["gpu_uuid"]: each.labels["rank"] for each in samples} == expected
+        assert {each.value for each in samples} == {1}
+    labels = {"run": "f1-n1", "rank": "3", "node": "m4", "pod": "w-d", "gpu_uuid": "GPU-6"}
+    assert attempts[4][-1].labels == labels
+
+
+@needs_prometheus
+def test_the_documented_query_joins_series_of_dcgm_with_ranks_after_restarts_and_growth(tmp_path):
+    assert DCGM_BY_RANK in (DEPLOY.parent / "docs" / "outputs.md").read_text()
+    infos = {}  # values of each series of ranks, one for each of the three attempts
+    for number, samples in enumerate([*attempts_of_ranks()][::2]):
+        for each in samples:
+            key = tuple(each.labels.items())
+            infos.setdefault(key, ["stale"] * 3)[number] = "1"
+    found = [
+        # The series of DCGM's exporter: the labels that it has in Kubernetes.
+        series(
+            "DCGM_FI_DEV_GPU_UTIL",
+            "9+0x2",
+            UUID=f"GPU-{number}",
+            gpu="0",
+            Hostname="m",
+            pod="dcgm-exporter-x",
+        )
+        for number in range(1, 8)  # the run does not use the last GPU
+    ]
+    for key, values in infos.items():
+        # A series does not begin with a mark of staleness.
+        text = " ".join(values[:1]).replace("stale", "_") + " " + " ".join(values[1:])
+        found.append(series(RANK_INFO, text, **dict(key), namespace="n"))
+    # Two ranks of another run have no GPU.
+    for rank in "01":
+        found.append(series(RANK_INFO, "1 1 1", run="f2-n1", rank=rank, gpu_uuid=""))
+    checks = []
+    for minute, ranks in enumerate(RANK_OF_GPU):
+        samples = [
+            {
+                "labels": f'{{UUID="{uuid}", gpu_uuid="{uuid}", rank="{rank}", run="f1-n1", '
+                'gpu="0", Hostname="m", pod="dcgm-exporter-x"}',
+                "value": 9,
+            }
+            for uuid, rank in ranks.items()
+        ]
+        checks.append({"expr": DCGM_BY_RANK, "eval_time": f"{minute}m", "exp_samples": samples})
+    case = {"interval": "1m", "input_series": found, "promql_expr_test": checks}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"tests": [case]}))
+    promtool("test", "rules", tmp_path / "test.yaml")
 
 
 @needs_prometheus
@@ -203,6 +301,8 @@ def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names
     assert monitor["spec"]["selector"] == selected
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["path"] == "/metrics"
+    # Otherwise Prometheus renames the pod of each rank to exported_pod.
+    assert endpoint["honorLabels"] is True
     assert container["ports"] == [{"name": endpoint["port"], "containerPort": 9500}]
     environment = {each["name"]: each["value"] for each in container["env"]}
     assert (environment[PORT_VARIABLE], environment[GRACE_VARIABLE]) == ("9500", "60")

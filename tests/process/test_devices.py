@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import socket
 import time
 import types
 
@@ -49,6 +50,10 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, name, handle):
         return 2  # status of a device that is not there
+
+    def nvmlDeviceGetUUID(self, gpu, uuid, size):
+        uuid.value = f"GPU-{gpu.value}".encode()
+        return 0 if gpu else 2
 
     def nvmlDeviceGetUtilizationRates(self, gpu, rates):
         rates._obj.gpu = 50 * (gpu.value or 0)
@@ -131,6 +136,26 @@ def test_the_use_of_gpus_is_asked_of_the_driver(machine, monkeypatch):
     assert devices.measure_gpus(1) == (None, None)
 
 
+def test_each_rank_has_the_uuid_of_its_gpu(machine, monkeypatch):
+    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml(2))
+    assert devices.gpu_uuids(2) == ["GPU-1", "GPU-2"]
+    # The user's order, and a device that the driver does not know.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,MIG-1a")
+    assert devices.gpu_uuids(2) == ["GPU-2", ""]
+    machine(["/dev/nvidiactl"], cuda=1)
+    assert devices.gpu_uuids(2) == ["", ""]
+
+
+def test_the_node_and_the_pod_of_a_process_come_from_kubernetes_where_it_runs(monkeypatch):
+    name = socket.gethostname()
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert devices.locate() == (name, "")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert devices.locate() == ("", name)
+    monkeypatch.setenv(devices.NODE_VARIABLE, "node-7")
+    assert devices.locate() == ("node-7", name)
+
+
 def compute():
     while time.process_time() < 1:
         pass
@@ -145,6 +170,8 @@ def test_the_use_of_a_node_is_measured_while_ranks_run(monkeypatch, forked_funct
     measured = [each for each in seen if isinstance(each, NodeMeasured)]
     assert 0 < max(each.cpu for each in measured) <= 1
     assert 0 < measured[-1].memory < 1
+    assert (measured[-1].first_rank, measured[-1].gpu_uuids) == (0, [""])
+    assert measured[-1].host or measured[-1].pod
 
 
 def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, monkeypatch, tmp_path):

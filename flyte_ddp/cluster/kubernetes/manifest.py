@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from flyte_ddp.cluster.config import GRACE_VARIABLE, ClusterConfig, dask_config
+from flyte_ddp.process.devices import NODE_VARIABLE
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
@@ -244,9 +245,13 @@ def _worker_pod(config: ClusterConfig, name: str) -> Object:
     # The operator would name a worker after its Deployment. Dask does not accept a second worker
     # with a name before the first one has left, so a worker has its pod's name.
     own_name = {"fieldRef": {"fieldPath": "metadata.name"}}
+    node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
     container = {
         "name": "worker",
-        "env": [{"name": "DASK_WORKER_NAME", "valueFrom": own_name}],
+        "env": [
+            {"name": "DASK_WORKER_NAME", "valueFrom": own_name},
+            {"name": NODE_VARIABLE, "valueFrom": node},
+        ],
         "envFrom": [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets],
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }

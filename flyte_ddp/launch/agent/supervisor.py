@@ -71,7 +71,7 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.launch.protocol.signals import StopRequest, find_signal
-from flyte_ddp.process.devices import measure_gpus
+from flyte_ddp.process.devices import gpu_uuids, locate, measure_gpus
 from flyte_ddp.process.memory_limits import count_oom_kills, memory_use
 from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.process.threads import start_thread
@@ -204,15 +204,12 @@ class _Ranks:
         """Measure and send the use of the node from time to time. Stop at the first error. Runs in
         a thread, because the driver of a broken GPU may hang.
         """
-        node, started = self.node, time.monotonic()
-        num_gpus = 0
-        if node.use_gpus:
-            num_gpus = node.num_ranks
+        started = time.monotonic()
         with log_failures("measurements"):
             while not self.link.is_over.wait(
                 max(MIN_INTERVAL, INTERVAL_SHARE * (time.monotonic() - started))
             ):
-                self.link.send(Emitted(measure_node(node.node_rank, num_gpus)))
+                self.link.send(Emitted(measure_node(self.node)))
 
     def _start(self, local_rank: int) -> None:
         number = self.node.first_rank + local_rank
@@ -471,15 +468,19 @@ class _Ranks:
                 self.link.relay(f"{prefix}{line}")
 
 
-def measure_node(node: int, num_gpus: int) -> NodeMeasured:
-    """Return how much of this machine and of the first `num_gpus` GPUs of this process is in use.
-    The measurement takes `SAMPLE_SECONDS`.
+def measure_node(node: NodeRanks) -> NodeMeasured:
+    """Return how much of this machine and of the GPUs of its ranks is in use, and where the ranks
+    run. The measurement takes `SAMPLE_SECONDS`.
     """
     import psutil  # type: ignore[import-untyped]
 
     cpu = psutil.cpu_percent(SAMPLE_SECONDS) / 100
     used, limit = memory_use()
-    return NodeMeasured(node, cpu, used / limit, limit, *measure_gpus(num_gpus))
+    num_gpus, uuids = 0, [""] * node.num_ranks
+    if node.use_gpus:
+        num_gpus, uuids = node.num_ranks, gpu_uuids(node.num_ranks)
+    use = (cpu, used / limit, limit, *measure_gpus(num_gpus))
+    return NodeMeasured(node.node_rank, *use, *locate(), node.first_rank, uuids)
 
 
 def _describe_error(rank: int, error: RaisedError) -> RankFailure:
