@@ -114,8 +114,8 @@ class KubernetesConfig:
         "",
         pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
         example="the name of a LocalQueue",
-        help="Kueue's LocalQueue that admits all pods of the cluster together; start_timeout "
-        "counts the wait in it",
+        help="Kueue's LocalQueue: it admits the scheduler and min_nodes workers together, further "
+        "workers one by one; start_timeout counts the wait for the former",
     )
     operator_namespace: str = field(
         "dask-operator",

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_config
 from flyte_ddp.cluster.kubernetes import api, lifecycle
@@ -37,16 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
+def open_cluster(
+    config: ClusterConfig, run_name: str, report_wait: Callable[[str], None] = logger.info
+) -> Iterator[Client]:
     """Yield a client of a cluster after its workers have connected. Each worker has one thread.
 
-    There are `num_nodes` workers, or at least `min_nodes` if the time ran out. A cluster that was
+    There are `num_nodes` workers, or at least `min_nodes` if the time ran out or a queue holds the
+    others back. A cluster that was
     made for the run is deleted after the block, also after an error or SIGTERM, which raises
     SystemExit in the block. An existing cluster stays.
 
     Args:
         run_name: a name that is unique in its namespace (`manifest.cluster_name`). Only the kind
             "kubernetes" uses it.
+        report_wait: gets what the start waits for, about every ten seconds.
 
     Raises:
         ConfigError: the user made a mistake, such as kind "existing" without an address. A
@@ -68,7 +72,7 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         security = None  # None: Dask's own configuration decides
         if kind == "kubernetes":
             address, security = stack.enter_context(
-                lifecycle.kube_cluster(config, run_name, deadline)
+                lifecycle.kube_cluster(config, run_name, deadline, report_wait)
             )
         elif kind == "local":
             # After this timeout Dask drops a lost worker for good, even if it came back and was
@@ -90,7 +94,7 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         client = stack.enter_context(closing(connect(address, deadline, security)))
         if kind == "kubernetes":
             stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
-        _wait_for_workers(client, config, run_name, deadline)
+        _wait_for_workers(client, config, run_name, deadline, report_wait)
         yield client
 
 
@@ -177,13 +181,19 @@ def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
 
 
 def _wait_for_workers(
-    client: Client, config: ClusterConfig, run_name: str, deadline: float
+    client: Client,
+    config: ClusterConfig,
+    run_name: str,
+    deadline: float,
+    report_wait: Callable[[str], None],
 ) -> None:
     while True:
         rest = deadline - time.monotonic()
         timeout = max(POLL_INTERVAL, min(rest, LINE_INTERVAL))
+        # Workers that a queue holds back join the run when it grows.
+        num_awaited = config.num_nodes - api.count_queued(config, run_name)
         with contextlib.suppress(TimeoutError):
-            client.wait_for_workers(config.num_nodes, timeout=timeout)
+            client.wait_for_workers(max(config.enough_nodes, num_awaited), timeout=timeout)
             return
         num_workers = len(client.scheduler_info(n_workers=-1)["workers"])
         message = (
@@ -191,7 +201,7 @@ def _wait_for_workers(
             f"{config.start_timeout:g} s). {api.explain(config, run_name)}"
         ).rstrip()
         if rest > LINE_INTERVAL:
-            logger.info(message)
+            report_wait(message)
         elif num_workers < config.enough_nodes:
             raise ClusterError(message)
         else:

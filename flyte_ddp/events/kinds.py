@@ -61,6 +61,13 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class NodesAwaited(Timed):
+    """The run waits for its nodes, for another reason than before. The launcher emits it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class AttemptStarted(Timed):
     """The nodes are there, and their ranks are being started. The launcher emits it, before the
     ranks' own events.
@@ -465,7 +472,8 @@ class PartStarted(Timed):
 
 
 Event = (
-    AttemptStarted
+    NodesAwaited
+    | AttemptStarted
     | AttemptEnded
     | RunStarted
     | CheckpointLoaded

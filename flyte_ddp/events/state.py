@@ -23,6 +23,7 @@ from flyte_ddp.events.kinds import (
     Event,
     Listener,
     NodeMeasured,
+    NodesAwaited,
     PictureShown,
     PredictionsMade,
     RankReported,
@@ -39,6 +40,7 @@ T = TypeVar("T", bound=EpochFinished | Reported)
 MAX_PICTURES = 50  # pictures of a run that are kept
 # fields of `RunState` with the newest event of a class
 NEWEST: dict[type, str] = {
+    NodesAwaited: "awaited",
     RunStarted: "started",
     CheckpointLoaded: "loaded",
     CheckpointWritten: "checkpoint",
@@ -89,6 +91,7 @@ class RunState(Listener):
     # Keep reports, pictures and measurements of nodes. False saves memory where there are many
     # runs and only the epochs matter.
     keep_reports: bool = True
+    awaited: NodesAwaited | None = None  # what the run waits for; None while ranks run
     started: RunStarted | None = None  # the newest start of the ranks
     # result of the search for a checkpoint in this attempt; None before, or without a search
     loaded: CheckpointLoaded | None = None
@@ -146,6 +149,7 @@ class RunState(Listener):
         """Update the state when the ranks start, end or resume."""
         match event:
             case AttemptStarted():
+                self.awaited = None
                 self.grace_seconds = event.grace_seconds
             case AttemptEnded():
                 if event.num_leaving:

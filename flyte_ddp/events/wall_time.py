@@ -20,6 +20,7 @@ NOT_BOOKED = (
     kinds.StepFoundBad,
     kinds.RankReported,
     kinds.NodeMeasured,
+    kinds.NodesAwaited,
     kinds.PictureShown,
 )
 

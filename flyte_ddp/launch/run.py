@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import logging
 import os
 import pkgutil
 import re
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 RUNS_NOTHING = "expected one whose call does the work and returns its value"
 OUTPUTS = "{outputs}"  # text in a script's arguments: the directory of the output files
@@ -187,12 +189,18 @@ class Gang:
             check_allowed(self.cluster_config(), allowed, own_namespace())
 
     @contextlib.contextmanager
-    def open_place(self, program: Program, name: str = "") -> Iterator[driver.Place]:
+    def open_place(
+        self,
+        program: Program,
+        name: str = "",
+        report_wait: Callable[[str], None] = logger.info,
+    ) -> Iterator[driver.Place]:
         """Yield the place of the gang's ranks, with a cluster for the length of the block if they
         need one.
 
         Args:
             name: name of the run, unique in a namespace. A new cluster on Kubernetes gets it.
+            report_wait: gets what a new cluster waits for, about every ten seconds.
 
         Raises:
             ConfigError: before anything is started, if `program` cannot run at this size, or the
@@ -209,7 +217,9 @@ class Gang:
         check(program, config)
         name = name or f"run-{os.urandom(4).hex()}"
         with contextlib.ExitStack() as stack:
-            client = self.client or stack.enter_context(connect.open_cluster(config, name))
+            client = self.client or stack.enter_context(
+                connect.open_cluster(config, name, report_wait)
+            )
             yield DaskPlace(client, config, name)
 
     @property

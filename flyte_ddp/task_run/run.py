@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from flyte_ddp.events import Listener, RunState
+from flyte_ddp.events import Listener, NodesAwaited, RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
@@ -32,6 +32,28 @@ from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.task_run.execution import Execution
 from flyte_ddp.task_run.files import HISTORY, TaskFiles
 from flyte_ddp.task_run.process import launcher_log, tracker_keys
+
+
+@dataclass
+class WaitReporter:
+    """Shows what the start of a cluster waits for: each time in the log, a new reason also as an
+    event.
+    """
+
+    say: Callable[[str], None]
+    history: HistoryFile
+    page: Report
+    publisher: PagePublisher
+    _reason: str = ""
+
+    def report(self, reason: str) -> None:
+        self.say(reason)
+        if reason != self._reason:
+            self._reason = reason
+            event = NodesAwaited(reason, at=time.time())
+            self.history.handle(event)
+            self.page.handle(event, RunState(awaited=event))
+            self.publisher.handle(event)
 
 
 @dataclass
@@ -103,8 +125,10 @@ class TaskRun:
         history_file = self.files.directory / HISTORY
         fields = {"checkpoints": self.storage.url, "run": self.execution.run_id, **fields}
         job = Job(program, launched_at=self.opened_at, **fields)
-        with gang.open_place(program, self.name) as place:
-            listeners: list[Listener] = [self.bar, HistoryFile(history_file)]
+        writer = HistoryFile(history_file)
+        waits = WaitReporter(self.say, writer, report, self.publisher)
+        with gang.open_place(program, self.name, waits.report) as place:
+            listeners: list[Listener] = [self.bar, writer]
             if self.tracking:
                 history = self.files.url(HISTORY) or str(history_file)
                 report.tracker = self.tracker(self.run_id(), origin=origin, history=history)

@@ -23,11 +23,17 @@ import yaml
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.kubernetes import api, checks, lifecycle
-from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
+from flyte_ddp.cluster.kubernetes.checks import (
+    INSTALLED_VERSION,
+    NEEDED_EVERYWHERE,
+    NEEDED_FOR_QUEUES,
+    tolerates,
+)
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
     cluster_name,
     cluster_spec,
+    further_workers,
     network_policy,
 )
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
@@ -341,14 +347,43 @@ def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFix
     assert "seems not to enforce NetworkPolicies" in caplog.text
 
 
-def test_every_pod_is_in_one_group_of_the_queue() -> None:
-    """The operator copies the labels and annotations to all pods."""
-    pods = KubernetesConfig(image="image", queue="team")
-    metadata = cluster_spec(ClusterConfig(num_nodes=4, kubernetes=pods), "ddp-x")["metadata"]
-    assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-    assert metadata["labels"]["kueue.x-k8s.io/pod-group-name"] == "ddp-x"
-    # four workers and the scheduler
-    assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "5"
+def test_a_queue_admits_the_smallest_gang_as_a_whole_and_further_workers_one_by_one() -> None:
+    pods = KubernetesConfig(image="image", queue="team", labels={"team": "red"})
+    config = ClusterConfig(num_nodes=4, min_nodes=2, kubernetes=pods)
+    cluster = cluster_spec(config, "ddp-x")
+    # The operator copies the cluster's metadata to all pods.
+    assert "kueue" not in json.dumps(cluster["metadata"])
+    worker = cluster["spec"]["worker"]
+    assert worker["replicas"] == 2
+    assert worker["metadata"] == cluster["spec"]["scheduler"]["metadata"]
+    assert worker["metadata"] == {
+        "labels": {
+            "kueue.x-k8s.io/queue-name": "team",
+            "kueue.x-k8s.io/pod-group-name": "ddp-x",
+        },
+        "annotations": {
+            "kueue.x-k8s.io/pod-group-total-count": "3",  # two workers and the scheduler
+            "kueue.x-k8s.io/pod-group-serving": "true",
+        },
+    }
+    cluster["metadata"]["uid"] = "0a1b"
+    group = further_workers(config, cluster)
+    assert group is not None
+    assert group["kind"] == "DaskWorkerGroup"
+    assert group["metadata"]["labels"]["team"] == "red"
+    assert group["metadata"]["ownerReferences"][0]["uid"] == "0a1b"
+    further = {"labels": {"kueue.x-k8s.io/queue-name": "team"}}
+    expected = {"replicas": 2, "metadata": further, "spec": worker["spec"]}
+    assert group["spec"] == {"cluster": "ddp-x", "worker": expected}
+
+
+@pytest.mark.parametrize(("queue", "min_nodes"), [("", 2), ("team", 0), ("team", 4)])
+def test_no_workers_follow_a_cluster_that_has_all_of_them(queue: str, min_nodes: int) -> None:
+    pods = KubernetesConfig(image="image", queue=queue)
+    config = ClusterConfig(num_nodes=4, min_nodes=min_nodes, kubernetes=pods)
+    cluster = cluster_spec(config, "ddp-x")
+    assert cluster["spec"]["worker"]["replicas"] == 4
+    assert further_workers(config, cluster) is None
 
 
 @pytest.mark.parametrize(
@@ -566,8 +601,9 @@ def test_the_rbac_of_deploy_grants_what_is_needed_and_only_reading_besides() -> 
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert set(NEEDED_EVERYWHERE) <= granted
-    assert {verb for verb, *_ in granted - set(NEEDED_EVERYWHERE)} <= {"get", "list"}
+    needed = {*NEEDED_EVERYWHERE, *NEEDED_FOR_QUEUES}
+    assert needed <= granted
+    assert {verb for verb, *_ in granted - needed} <= {"get", "list"}
 
 
 def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
@@ -979,6 +1015,64 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
     told = capsys.readouterr().out
     assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
     assert ("could start" in told) is (level != "FAILED")
+
+
+def local_queue(active: bool = True) -> dict[str, Any]:
+    status = {"type": "Active", "status": str(active), "message": "clusterQueue is stopped"}
+    return {
+        "metadata": {"name": "red"},
+        "spec": {"clusterQueue": "all"},
+        "status": {"conditions": [status]},
+    }
+
+
+def cluster_queue(memory: str, **spec: Any) -> dict[str, Any]:
+    """A ClusterQueue of two flavors, each with this quota of memory."""
+    quotas = [{"name": "cpu", "nominalQuota": "8"}, {"name": "memory", "nominalQuota": memory}]
+    flavors = [{"name": name, "resources": quotas} for name in ("old", "new")]
+    group = {"coveredResources": ["cpu", "memory"], "flavors": flavors}
+    return {"metadata": {"name": "all"}, "spec": {"resourceGroups": [group], **spec}}
+
+
+@pytest.mark.parametrize(
+    ("queues", "found", "expected"),
+    [
+        ((404, {"message": "not found"}), {}, "cluster without Kueue, got 'red'"),
+        ({"items": []}, {}, "a LocalQueue of namespace team (it has none), got 'red'"),
+        ({"items": [local_queue(False)]}, {}, "admits nothing: clusterQueue is stopped"),
+        # a worker with 4Gi, and a scheduler with 1Gi
+        (
+            {"items": [local_queue()]},
+            cluster_queue("2Gi"),
+            "ClusterQueue all allows memory up to 4Gi, and a scheduler with 1 workers (min_nodes) "
+            "needs 5Gi",
+        ),
+        ({"items": [local_queue()]}, cluster_queue("4Gi"), ""),
+        ({"items": [local_queue()]}, cluster_queue("2Gi", cohortName="lab"), ""),  # borrows
+    ],
+)
+def test_a_queue_that_never_admits_the_gang_is_a_finding_before_anything_waits(
+    queues: Any,
+    found: dict[str, Any],
+    expected: str,
+    api_server: ApiServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    api_server.answers |= {"/localqueues": queues, "/clusterqueues/all": found or (404, {})}
+    config = cluster_config({**json.loads(AUTOSCALED), "kind": "kubernetes"})
+    config = config.with_pods(queue="red", image="image")
+    cluster = json.dumps({"kubernetes": {"queue": "red", "worker_memory": "4Gi"}, "num_nodes": 1})
+    main(["doctor", "--cluster", cluster])
+    told = capsys.readouterr().out
+    if expected:
+        assert expected in told
+        with pytest.raises(PreflightError, match=re.escape(expected)):
+            start(config)
+        assert CREATION not in api_server.requests
+    else:
+        assert "ok       the queue\n" in told
+        with pytest.raises(ClusterError, match="the Dask operator did not react"):
+            start(config)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,13 @@ from flyte_ddp.events import (
     EpochFinished,
     Event,
     LayerDescribed,
+    NodesAwaited,
     Prediction,
     PredictionsMade,
     RunState,
     Straggler,
     StragglersFound,
+    read_history,
 )
 from flyte_ddp.flyte.deck import open_deck
 from flyte_ddp.observers.formats import duration
@@ -38,6 +40,7 @@ from flyte_ddp.observers.reports import drawing
 from flyte_ddp.observers.reports.page import Page, Tile
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.task_run.run import WaitReporter
 from tests.support import sample_run
 from tests.support.short_run import feed
 
@@ -257,6 +260,24 @@ def test_the_report_splits_the_wall_time():
     assert "Waiting for nodes 1 min 0 s" in text
     assert "Redone steps" not in text  # The report omits figures that were not observed.
     assert "Goodput" not in text_of(report_of(sample_run.training()))  # The events have no times.
+
+
+def test_the_page_and_the_history_show_what_a_run_waits_for_until_its_nodes_are_there(
+    tmp_path: Path,
+) -> None:
+    reason = "couldn't assign flavors: insufficient unused quota for cpu in flavor a, 2 more needed"
+    made, lines, pages = Report(), list[str](), list[str]()
+    publisher = PagePublisher(made, pages.append)
+    waits = WaitReporter(lines.append, HistoryFile(tmp_path / "h"), made, publisher)
+    waits.report(reason)
+    waits.report(reason)  # a line, but neither an event nor a page
+    assert lines == [reason, reason]
+    (event,) = read_history(tmp_path / "h")
+    assert event == NodesAwaited(reason)
+    publisher.close(None)
+    assert reason in html.unescape(pages[0])
+    running = [event, AttemptStarted(2, launched_at=1.0, waited_seconds=9.0), sample_run.started()]
+    assert reason not in text_of(report_of(running, closed=False))
 
 
 @pytest.mark.usefixtures("titles_of_pictures")

@@ -24,6 +24,8 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import (
     CLUSTER,
     GROUP,
+    KUEUE,
+    KUEUE_VERSION,
     PLURAL,
     VERSION,
     Driver,
@@ -142,9 +144,13 @@ def explain(config: ClusterConfig, run_name: str) -> str:
         return f"The reason why its pods are not ready is unknown: {error}."
     events = sorted(events, key=lambda event: event.metadata.resource_version.zfill(20))
     warnings = {each.involved_object.name: each.message or each.reason for each in events}
+    verdicts = {}
+    if config.kubernetes.queue:
+        verdicts = _queue_verdicts(namespace)
     waiting: dict[str, list[str]] = {}
     for pod in pods:
-        waiting.setdefault(_pending_reason(pod, warnings), []).append(pod.metadata.name)
+        reason = verdicts.get(pod.metadata.name) or _pending_reason(pod, warnings)
+        waiting.setdefault(reason, []).append(pod.metadata.name)
     parts = []
     for reason, names in waiting.items():
         others = ""
@@ -158,6 +164,17 @@ def explain(config: ClusterConfig, run_name: str) -> str:
         if is_refusal and owner.name.startswith(f"{name}-"):
             refusals.append(f"A pod could not be created: {event.message}.")
     return " ".join([*parts, *refusals[-1:]])
+
+
+def count_queued(config: ClusterConfig, run_name: str) -> int:
+    """Return the number of pods that Kueue has not admitted; 0 if it is not known."""
+    if config.resolved_kind != "kubernetes" or not config.kubernetes.queue:
+        return 0
+    try:
+        pods = pods_of(cluster_name(run_name), target_namespace(config))
+    except ClusterError:
+        return 0
+    return sum(bool(pod.spec.scheduling_gates) for pod in pods)
 
 
 def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 0) -> PodEnd:
@@ -286,6 +303,23 @@ def is_ready(pod: Any) -> bool:
 def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> Any:
     request = ("get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
     return find("CustomObjectsApi", *request, patience=patience)
+
+
+def _queue_verdicts(namespace: str) -> dict[str, str]:
+    """Return Kueue's own message about each pod that it has not admitted, by the pod's name."""
+    request = ("list_namespaced_custom_object", KUEUE, KUEUE_VERSION, namespace, "workloads")
+    found = call("CustomObjectsApi", *request, patience=0, ignored=(403, 404)) or {"items": []}
+    verdicts: dict[str, str] = {}
+    for workload in found["items"]:
+        for condition in workload.get("status", {}).get("conditions", []):
+            if (
+                condition["type"] in ("QuotaReserved", "Admitted")
+                and condition["status"] == "False"
+            ):
+                text = f"waits in Kueue's queue: {condition['message']}"
+                owners = workload["metadata"].get("ownerReferences", [])
+                verdicts |= {owner["name"]: text for owner in owners}
+    return verdicts
 
 
 def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:

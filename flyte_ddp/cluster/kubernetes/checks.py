@@ -20,11 +20,14 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, ApiRefused, call, find, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import (
     GROUP,
+    KUEUE,
+    KUEUE_VERSION,
     MANAGED_BY,
     PLURAL,
     POLICY_GROUP,
     POLICY_PLURAL,
     VERSION,
+    WORKER_GROUPS,
 )
 from flyte_ddp.cluster.kubernetes.resources import (
     add,
@@ -55,7 +58,12 @@ NEEDED_OUTSIDE = [
     ("get", "", "pods", "portforward"),  # a WebSocket uses this before Kubernetes 1.35
     ("create", "", "pods", "portforward"),
 ]
-KINDS = {PLURAL, "daskworkergroups"}
+NEEDED_FOR_QUEUES = [
+    ("create", GROUP, WORKER_GROUPS, ""),
+    ("list", KUEUE, "workloads", ""),
+    ("list", KUEUE, "localqueues", ""),
+]
+KINDS = {PLURAL, WORKER_GROUPS}
 
 GOOD, WARNING, BAD, UNKNOWN = "ok", "warning", "FAILED", "unknown"
 STARTING, NODES = "starting", "nodes"
@@ -248,6 +256,8 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
         user = {"user": f"system:serviceaccount:{namespace}:{account}"}
     elif not is_in_pod():
         needed = NEEDED_EVERYWHERE + NEEDED_OUTSIDE
+    if setup.config.kubernetes.queue:
+        needed = needed + NEEDED_FOR_QUEUES
     missing = []
     for verb, group, resource, subresource in needed:
         right = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
@@ -272,8 +282,7 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
     who = "this run"
     if setup.driver:
         who = "this run with its driver"
-    scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
-    needs = add([scheduler, *[worker] * setup.config.enough_nodes, setup.driver])
+    needs = add([_sum_gang(setup), setup.driver])
     needs[f"count/{PLURAL}.{GROUP}"] = Decimal(1)
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         # A quota with scopes may not apply to these pods.
@@ -288,6 +297,71 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
                     f"{resource} up to {limit}, and {who} needs {short(amount)}; request less, or "
                     "have the quota raised"
                 )
+
+
+def _sum_gang(setup: Setup) -> dict[str, Decimal]:
+    """Return the requests of the scheduler and the smallest number of workers, by resource."""
+    scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
+    return add([scheduler, *[worker] * setup.config.enough_nodes])
+
+
+def _check_queue(setup: Setup) -> Iterator[Finding]:
+    """Find what keeps Kueue from ever admitting the scheduler and `min_nodes` workers."""
+    queue, namespace = setup.config.kubernetes.queue, setup.namespace
+    if not queue:
+        yield Finding("the queue: kubernetes.queue names none, so Kueue holds no pod back", GOOD)
+        return
+    kueue = ("CustomObjectsApi", "list_namespaced_custom_object", KUEUE, KUEUE_VERSION)
+    found = find(*kueue, namespace, "localqueues")
+    if found is None:
+        yield Finding(
+            f"kubernetes.queue: expected '' on a cluster without Kueue, got {queue!r}: it does not "
+            f"know {KUEUE}/{KUEUE_VERSION}; install Kueue as in docs/clusters.md"
+        )
+        return
+    queues = {each["metadata"]["name"]: each for each in found["items"]}
+    if queue not in queues:
+        names = ", ".join(sorted(queues)) or "it has none"
+        yield Finding(
+            f"kubernetes.queue: expected a LocalQueue of namespace {namespace} ({names}), got "
+            f"{queue!r}"
+        )
+        return
+    for condition in queues[queue].get("status", {}).get("conditions", []):
+        if condition["type"] == "Active" and condition["status"] == "False":
+            yield Finding(f"queue {queue} admits nothing: {condition['message']}")
+    name = queues[queue]["spec"]["clusterQueue"]
+    get = ("get_cluster_custom_object", KUEUE, KUEUE_VERSION, "clusterqueues", name)
+    cluster_queue = find("CustomObjectsApi", *get)
+    if cluster_queue is not None:
+        yield from _list_shortages(setup, cluster_queue)
+
+
+def _list_shortages(setup: Setup, cluster_queue: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compare the gang with the whole of a ClusterQueue's quotas, as if nothing else ran."""
+    limits: dict[str, Decimal] = {}
+    spec = cluster_queue["spec"]
+    for group in spec.get("resourceGroups", []):
+        for each in (each for flavor in group["flavors"] for each in flavor["resources"]):
+            limit = quantity(each["nominalQuota"])
+            if spec.get("cohortName") and "borrowingLimit" not in each:
+                limit = Decimal("Infinity")
+            limit += quantity(each.get("borrowingLimit", 0))
+            limits[each["name"]] = limits.get(each["name"], Decimal(0)) + limit
+    name = cluster_queue["metadata"]["name"]
+    for resource, amount in _sum_gang(setup).items():
+        if resource not in limits and resource != "pods":
+            yield Finding(
+                f"ClusterQueue {name} has no quota of {resource}: it admits no pod that requests "
+                "it, unless Kueue's configuration excludes it; add a quota",
+                WARNING,
+            )
+        elif amount > limits.get(resource, amount):
+            yield Finding(
+                f"ClusterQueue {name} allows {resource} up to {short(limits[resource])}, and a "
+                f"scheduler with {setup.config.enough_nodes} workers (min_nodes) needs "
+                f"{short(amount)}; request less, lower min_nodes, or have the quota raised"
+            )
 
 
 def _check_nodes(setup: Setup) -> Iterator[Finding]:
@@ -442,6 +516,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("the namespace", _check_namespace),
     ("the rights of tasks", _check_rights),
     ("quotas", _check_quotas),
+    ("the queue", _check_queue),
     ("nodes", _check_nodes),
     ("what the API server admits", _check_admission),
     ("network policies", _check_policies),

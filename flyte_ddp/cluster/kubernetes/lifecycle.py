@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,12 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     PLURAL,
     SCHEDULER_PORT,
     VERSION,
+    WORKER_GROUPS,
     Driver,
     certificate_secret,
     cluster_name,
     cluster_spec,
+    further_workers,
     network_policy,
     scheduler_name,
 )
@@ -68,7 +70,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def kube_cluster(
-    config: ClusterConfig, run_name: str, deadline: float
+    config: ClusterConfig,
+    run_name: str,
+    deadline: float,
+    report_wait: Callable[[str], None] = logger.info,
 ) -> Iterator[tuple[str, Security | None]]:
     """Yield the address of a new cluster's ready scheduler, and the certificate to connect with;
     None without TLS.
@@ -80,6 +85,7 @@ def kube_cluster(
     Args:
         run_name: a name from which `cluster_name` makes the cluster's name.
         deadline: end of the whole start, on time.monotonic's clock.
+        report_wait: gets what the start waits for, about every ten seconds.
 
     Raises:
         PreflightError: the user has to correct something. Nothing was created.
@@ -108,9 +114,10 @@ def kube_cluster(
         token = uuid.uuid4().hex
         spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
         try:
-            _create(spec, namespace, driver, config.kubernetes.operator_namespace, security)
+            made = _create(spec, namespace, driver, config.kubernetes.operator_namespace, security)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
-            scheduler = _wait_for_scheduler(config, name, namespace, deadline)
+            scheduler = _wait_for_scheduler(config, name, namespace, deadline, report_wait)
+            _create_further(config, made, namespace)
             if is_in_pod():
                 # The start does not wait for this check.
                 start_thread("policy", warn_if_unenforced, scheduler.status.pod_ip)
@@ -224,8 +231,8 @@ def _create(
     driver: Driver | None,
     operator_namespace: str,
     security: Security | None,
-) -> None:
-    """Create the DaskCluster, its network policy and its certificate.
+) -> Mapping[str, Any]:
+    """Create the DaskCluster, its network policy and its certificate. Return the DaskCluster.
 
     The policy keeps other pods away from the cluster's pods, so it must exist before the operator
     makes pods. The pods wait for the certificate.
@@ -254,6 +261,7 @@ def _create(
                 name, uid, security.tls_scheduler_cert, security.tls_scheduler_key
             )
             call("CoreV1Api", "create_namespaced_secret", namespace, secret, ignored=(409,))
+        return dict(made)
     except ApiRefused as error:
         if error.status in (400, 422):
             raise PreflightError(
@@ -267,11 +275,25 @@ def _create(
         raise ClusterError(f"Dask cluster {name} was not created: {error}") from error
 
 
+def _create_further(config: ClusterConfig, cluster: Mapping[str, Any], namespace: str) -> None:
+    """Create the workers beyond `min_nodes` of a run in a queue. The gang has been admitted."""
+    further = further_workers(config, cluster)
+    if further is not None:
+        create = ("create_namespaced_custom_object", GROUP, VERSION, namespace, WORKER_GROUPS)
+        call("CustomObjectsApi", *create, further, ignored=(409,))
+
+
 def _read_token(cluster: Mapping[str, Any]) -> str:
     return str(cluster["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION, ""))
 
 
-def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> Any:
+def _wait_for_scheduler(
+    config: ClusterConfig,
+    name: str,
+    namespace: str,
+    deadline: float,
+    report_wait: Callable[[str], None],
+) -> Any:
     """Return the scheduler's pod when it is ready."""
     started = time.monotonic()
     report_at = min(started + LINE_INTERVAL, deadline)
@@ -300,9 +322,8 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
                 raise ClusterError(
                     f"Dask cluster {name} did not start within {config.start_timeout:g} s. {why}"
                 )
-            logger.info(
-                "Dask cluster %s: waiting for its scheduler. %s", name, why or "It has no pod yet."
-            )
+            reason = why or "It has no pod yet."
+            report_wait(f"Dask cluster {name}: waiting for its scheduler. {reason}")
         time.sleep(POLL_INTERVAL)
 
 

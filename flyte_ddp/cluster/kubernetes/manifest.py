@@ -25,7 +25,8 @@ KEEP_IN_PLACE = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
-KUEUE = "kueue.x-k8s.io"
+WORKER_GROUPS = "daskworkergroups"
+KUEUE, KUEUE_VERSION = "kueue.x-k8s.io", "v1beta2"
 CLUSTER, COMPONENT = "dask.org/cluster-name", "dask.org/component"  # labels that the operator sets
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 PORTS = {"tcp-comm": SCHEDULER_PORT, "http-dashboard": DASHBOARD_PORT}
@@ -83,6 +84,7 @@ def cluster_name(run_name: str) -> str:
 
 def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) -> Object:
     """Return the DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
+    With a queue it has `min_nodes` workers, and `further_workers` returns the others.
 
     Args:
         owner: a pod in the cluster's namespace. Kubernetes deletes the cluster with this pod.
@@ -93,14 +95,6 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
         "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
     }
-    if config.kubernetes.queue:
-        # Kueue starts a group's pods when it has seen all of them and has room for all. The
-        # operator makes the scheduler and the workers at once, so no pod waits for another pod.
-        metadata["labels"] |= {
-            f"{KUEUE}/queue-name": config.kubernetes.queue,
-            f"{KUEUE}/pod-group-name": name,
-        }
-        metadata["annotations"] |= {f"{KUEUE}/pod-group-total-count": str(config.num_nodes + 1)}
     if owner is not None:
         metadata["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}
@@ -115,7 +109,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         ],
     }
     worker = merge_pod(_worker_pod(config, name), config.kubernetes.pod_template)
-    spec = {
+    spec: Object = {
         "idleTimeout": round(config.kubernetes.idle_timeout),
         "scheduler": {
             "spec": merge_pod(scheduler, config.kubernetes.scheduler_pod_template),
@@ -123,11 +117,64 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         },
         "worker": {"replicas": config.num_nodes, "spec": worker},
     }
+    if config.kubernetes.queue:
+        spec["worker"]["replicas"] = config.enough_nodes
+        # Not on the cluster: the operator would copy the group's name to further workers.
+        spec["scheduler"]["metadata"] = spec["worker"]["metadata"] = _gang_metadata(config, name)
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "DaskCluster",
         "metadata": metadata,
         "spec": spec,
+    }
+
+
+def further_workers(config: ClusterConfig, cluster: Mapping[str, Any]) -> Object | None:
+    """Return the DaskWorkerGroup of the workers beyond `min_nodes`, which Kueue admits one by one.
+    Return None without a queue, or if there are no such workers.
+
+    It must be created after the cluster's scheduler runs: its pods could otherwise take the room
+    for which the scheduler and the first workers wait.
+
+    Args:
+        cluster: the DaskCluster in the API server. Kubernetes deletes the group with it.
+    """
+    num_further = config.num_nodes - config.enough_nodes
+    if not (config.kubernetes.queue and num_further):
+        return None
+    meta = cluster["metadata"]
+    metadata = _owned_metadata(meta["name"], meta["uid"])
+    metadata |= {
+        "name": f"{meta['name']}-further",
+        "labels": {**meta["labels"], CLUSTER: meta["name"], COMPONENT: "workergroup"},
+        "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
+    }
+    worker = {
+        "replicas": num_further,
+        "metadata": {"labels": {f"{KUEUE}/queue-name": config.kubernetes.queue}},
+        "spec": cluster["spec"]["worker"]["spec"],
+    }
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DaskWorkerGroup",
+        "metadata": metadata,
+        "spec": {"cluster": meta["name"], "worker": worker},
+    }
+
+
+def _gang_metadata(config: ClusterConfig, name: str) -> Object:
+    """Return the metadata of the pods that Kueue admits together, when it has seen all of them."""
+    return {
+        "labels": {
+            f"{KUEUE}/queue-name": config.kubernetes.queue,
+            f"{KUEUE}/pod-group-name": name,
+        },
+        "annotations": {
+            f"{KUEUE}/pod-group-total-count": str(config.enough_nodes + 1),
+            # Otherwise a worker that ended without an error keeps its place in the group, and Kueue
+            # deletes the pod that replaces it.
+            f"{KUEUE}/pod-group-serving": "true",
+        },
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
-from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.events import Event, NodesAwaited, RunStarted
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.process.threads import call_in_background
 
@@ -46,8 +46,8 @@ class PagePublisher:
         self._started_at = self._due_at = self.clock()
 
     def handle(self, event: Event) -> None:
-        has_curves = bool(event.figures().axis)
-        if isinstance(event, RunStarted) or (has_curves and self.clock() >= self._due_at):
+        is_news = bool(event.figures().axis) or isinstance(event, NodesAwaited)
+        if isinstance(event, RunStarted) or (is_news and self.clock() >= self._due_at):
             self._publish()
 
     def close(self, error: BaseException | None) -> None:

@@ -103,6 +103,8 @@ class Report(Page):
         started = self._state.started
         if not started:
             lead = "Waiting for the ranks to start."
+            if self._state.awaited:
+                lead = f"Waiting for nodes. {self._state.awaited.reason}"
             return {"lead": lead, "percent_done": 0, "cards": self._cards()}
         view = self._view(started)
         ranks = format_count(started.world_size, "rank")
@@ -149,7 +151,10 @@ class Report(Page):
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
-        notices = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
+        notices = []
+        if state.awaited:
+            notices.append(f"Waiting for nodes. {state.awaited.reason}")
+        notices += [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
         notices += map(str, state.bad_steps[-MAX_NOTICES:])
         notices += loaded.skipped[-MAX_NOTICES:] if loaded else []
         if loaded and loaded.url:

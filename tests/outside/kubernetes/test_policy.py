@@ -70,6 +70,18 @@ REFUSED = [
 ]
 
 
+def group(cluster: dict[str, Any]) -> dict[str, Any]:
+    """The further workers of a cluster with a queue, as its run makes them."""
+    meta = cluster["metadata"]
+    worker = {"replicas": 1, "spec": cluster["spec"]["worker"]["spec"]}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DaskWorkerGroup",
+        "metadata": {"name": f"{meta['name']}-further"},
+        "spec": {"cluster": meta["name"], "worker": worker},
+    }
+
+
 def refusal(namespace: Namespace, manifest: dict[str, Any]) -> str:
     """Return the API server's message about a manifest that the tasks' service account creates; ""
     if it admits it.
@@ -103,12 +115,14 @@ def test_the_api_server_refuses_what_is_in_no_list_and_admits_the_rest(
     token["metadata"] = {"name": "stolen", "annotations": annotations}
     assert "a service account's token" in refusal(namespace, token)
     assert refusal(namespace, secret) == ""
-    # An administrator is bound as well: only the operator makes worker groups.
-    group = {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": "DaskWorkerGroup",
-        "metadata": {"name": "own"},
-        "spec": {"cluster": "x", "worker": {"replicas": 1, "spec": {"containers": []}}},
-    }
+    assert refusal(namespace, group(run())) == ""
+    assert "an image" in refusal(namespace, group(run(image="evil:1")))
+    foreign = {**group(run()), "spec": {**group(run())["spec"], "cluster": "ddp-y-00000000"}}
+    assert "a secret in a volume" in refusal(namespace, foreign)
+    job = {"cluster": {"spec": run()["spec"]}, "job": {"spec": {"containers": []}}}
+    kind = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskJob", "metadata": {"name": "own"}}
+    # An administrator is bound as well: only the operator makes DaskJobs.
     with pytest.raises(AssertionError, match="only the operator"):
-        namespace.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(group))
+        namespace.kubectl(
+            "create", "--dry-run=server", "-f", "-", stdin=json.dumps({**kind, "spec": job})
+        )

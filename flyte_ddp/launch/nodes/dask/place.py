@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import pickle
 import time
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from distributed import Client, LocalCluster
 
+from flyte_ddp import events
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import closing, connect
 from flyte_ddp.cluster.kubernetes.api import explain
-from flyte_ddp.config.waits import BEAT_INTERVAL
+from flyte_ddp.config.waits import BEAT_INTERVAL, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode, Worker, assign_nodes
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.control.driver import Run
     from flyte_ddp.launch.control.policy import AttemptEnd
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(eq=False)
 class DaskPlace:
@@ -59,6 +63,8 @@ class DaskPlace:
     _latest: DaskNodes | None = None
     # addresses of workers that have the directory of the checkpoints
     _checked: set[str] = field(default_factory=set)
+    _explain_at: float = 0.0  # monotonic: when to look again what missing workers wait for
+    _reason: str = ""  # what they waited for at the last look
     _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
     _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # our own clients
 
@@ -186,6 +192,8 @@ class DaskPlace:
             is_gone = not is_connected and self.client.status == "closed"
             if waited > max(patience, config.start_timeout) or is_gone:
                 break
+            if waited > LINE_INTERVAL:
+                self._report_wait(run)
             # At first the workers are about to be idle, so the waits are short.
             time.sleep(min(BEAT_INTERVAL, 0.1 + waited, max(0.1, patience - waited)))
         message = "the Dask scheduler is gone"
@@ -193,6 +201,17 @@ class DaskPlace:
             message = f"{len(workers)} of {config.num_nodes} workers are there and idle after "
             message += f"{waited:.0f} s"
         raise self._make_error(message, previous, is_connected)
+
+    def _report_wait(self, run: Run) -> None:
+        """Emit, at most every ten seconds, for which new reason pods of the cluster are missing."""
+        if time.monotonic() < self._explain_at or self.config.resolved_kind != "kubernetes":
+            return
+        self._explain_at = time.monotonic() + LINE_INTERVAL
+        reason = explain(self.config, self.run_name)
+        if reason and reason != self._reason:
+            logger.info(reason)
+            run.emit(events.NodesAwaited(reason))
+        self._reason = reason
 
     def _make_error(
         self, message: str, previous: AttemptEnd | None, is_connected: bool
