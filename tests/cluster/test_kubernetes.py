@@ -1075,6 +1075,22 @@ def test_a_queue_that_never_admits_the_gang_is_a_finding_before_anything_waits(
             start(config)
 
 
+def test_a_pod_in_a_queue_waits_for_what_kueue_says_of_its_quota(api_server: ApiServer) -> None:
+    quota = {"type": "QuotaReserved", "status": "False", "message": "2 more needed"}
+    # Kueue sets this one after an eviction.
+    admitted = {"type": "Admitted", "status": "False", "message": "The workload has no reservation"}
+    runs = {"type": "QuotaReserved", "status": "True", "message": "Quota reserved"}
+    api_server.answers["/workloads"] = {
+        "items": [
+            {"metadata": {"ownerReferences": [{"name": owner}]}, "status": {"conditions": found}}
+            for owner, found in (("waits", [quota, admitted]), ("runs", [runs]))
+        ]
+    }
+    assert api._queue_verdicts("team") == {"waits": "waits in Kueue's queue: 2 more needed"}
+    api_server.answers["/workloads"] = (404, {"message": "not found"})
+    assert api._queue_verdicts("team") == {}
+
+
 @pytest.mark.parametrize(
     ("found", "level", "expected"),
     [

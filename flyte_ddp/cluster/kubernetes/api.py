@@ -311,14 +311,15 @@ def _queue_verdicts(namespace: str) -> dict[str, str]:
     found = call("CustomObjectsApi", *request, patience=0, ignored=(403, 404)) or {"items": []}
     verdicts: dict[str, str] = {}
     for workload in found["items"]:
-        for condition in workload.get("status", {}).get("conditions", []):
-            if (
-                condition["type"] in ("QuotaReserved", "Admitted")
-                and condition["status"] == "False"
-            ):
-                text = f"waits in Kueue's queue: {condition['message']}"
-                owners = workload["metadata"].get("ownerReferences", [])
-                verdicts |= {owner["name"]: text for owner in owners}
+        messages = {
+            each["type"]: each["message"]
+            for each in workload.get("status", {}).get("conditions", [])
+            if each["status"] == "False"
+        }
+        message = messages.get("QuotaReserved") or messages.get("Admitted")
+        if message:
+            owners = workload["metadata"].get("ownerReferences", [])
+            verdicts |= {each["name"]: f"waits in Kueue's queue: {message}" for each in owners}
     return verdicts
 
 
