@@ -57,6 +57,8 @@ def main(job: PredictionJob) -> None:
         reporter.beat(num_done)
         written = events.CheckpointWritten(num_done, f"{job.output}/{part}", best=False)
         reporter.emit(written, from_all=True)
+    # The thread that received the request may not have noted it in the session yet.
+    current.stop.is_reached = True
 
 
 def _write(predictor: Predictor, number: int, reporter: Reporter) -> None:

@@ -175,8 +175,9 @@ def test_a_batch_that_does_not_fit_is_one_line(state, tmp_path):
         predict(LOGGED, state, "", output, config=config, nproc_per_node=1, **SIZES)
 
 
-def test_sigterm_ends_predictions_after_the_parts_in_hand(state, tmp_path):
-    config, lines = log_batches(tmp_path, seconds=0.2)
+@pytest.mark.parametrize("end", ["wait", "notice late"])
+def test_sigterm_ends_predictions_after_the_parts_in_hand(end, state, tmp_path):
+    config, lines = log_batches(tmp_path, end=end, ends_at=8)  # in the third part
     output = tmp_path / "made"
     words = [sys.executable, "-m", "flyte_ddp", "predict", LOGGED, "--model-state", state]
     words += ["--output", str(output), "--nproc-per-node", "1", "--config", json.dumps(config)]

@@ -55,11 +55,18 @@ def wait_until_asked_to_end():
         time.sleep(0.1)
 
 
+def notice_the_stop_late():
+    """Let the thread that receives the request to stop hang right after it has received it."""
+    session.current().process.link.on_stop = lambda: time.sleep(1000)
+    wait_until_asked_to_end()
+
+
 ERRORS = {"fail": fail, "run out of memory": run_out_of_memory}
 ENDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(1000),
     "wait": wait_until_asked_to_end,
+    "notice late": notice_the_stop_late,
     **ERRORS,
 }
 
