@@ -116,7 +116,7 @@ def test_a_process_without_server_has_its_own_code_and_fresh_ranks_where_torch_d
     (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
     code = """
 import dataclasses, sys; del sys.path[0]
-from tests import test_rank_start as test
+from tests.gang import test_rank_start as test
 from tests.conftest import start_server_anew
 print(test._description(test.RECIPE)["training loop"])
 start_server_anew(["broken"])
