@@ -17,7 +17,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.code import source_code
 from flyte_ddp.code.source_code import describe_commit
 from flyte_ddp.flyte import register
-from tests.outside.flyte.test_registration import IMAGE, REPOSITORY
+from tests.flyte.test_registration import IMAGE, REPOSITORY
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import types
@@ -12,6 +11,7 @@ import pytest
 
 from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.process.interpreter import find_fork_server, has_imported, process_config
+from tests.support.checkout import REPOSITORY
 
 ENDING = """
 import atexit, sys, threading, time
@@ -75,10 +75,20 @@ def test_sockets_get_a_short_path_if_python_shows_the_settings(before, is_short,
     assert run(SOCKETS.format(before=before, directory=str(tmp_path))) == [is_short]
 
 
+PREFIX = """
+import multiprocessing
+from flyte_ddp.process.interpreter import process_config
+process_config()["semprefix"] = "/own"
+# Forked processes get semaphores without names.
+print(multiprocessing.get_context("spawn").Semaphore()._semlock.name)
+"""
+
+
 def test_semaphores_get_a_prefix_if_python_shows_the_settings(monkeypatch):
-    monkeypatch.setitem(process_config(), "semprefix", "/own")
-    context = multiprocessing.get_context("spawn")  # forked processes get semaphores without names
-    assert context.Semaphore()._semlock.name.startswith("/own-")
+    # joblib, which other tests import, names the semaphores of its process in its own way.
+    command = [sys.executable, "-c", PREFIX]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("/own-")
     monkeypatch.delattr(process.current_process(), "_config")
     assert process_config() is process_config()
 

@@ -4,6 +4,7 @@ for, and no speed.
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training import ddp, evaluation, fsdp, main, passes
 from flyte_ddp.training.parallel import Parallelism
@@ -49,6 +51,7 @@ def test_a_rank_takes_the_gpu_of_its_number_on_its_node(calls, monkeypatch, loca
     monkeypatch.setattr(fsdp, "keep_freed_memory", keep_memory)
     node = SimpleNamespace(num_threads=1, use_gpus=True, world_size=4)
     process = SimpleNamespace(node=node, rank=local_rank, local_rank=local_rank)
+    process.choose_device = functools.partial(RankProcess.choose_device, process)
     world = main._prepare_torch("digits", TrainingConfig(parallel="fsdp"), process).world
     keep_memory.assert_called_once_with(fsdp.RETURNED_BYTES)
     assert world.device == torch.device("cuda", expected)
