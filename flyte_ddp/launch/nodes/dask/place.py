@@ -192,8 +192,7 @@ class DaskPlace:
             is_gone = not is_connected and self.client.status == "closed"
             if waited > max(patience, config.start_timeout) or is_gone:
                 break
-            if waited > LINE_INTERVAL:
-                self._report_wait(run)
+            self._report_wait(run, waited)
             # At first the workers are about to be idle, so the waits are short.
             time.sleep(min(BEAT_INTERVAL, 0.1 + waited, max(0.1, patience - waited)))
         message = "the Dask scheduler is gone"
@@ -202,9 +201,12 @@ class DaskPlace:
             message += f"{waited:.0f} s"
         raise self._make_error(message, previous, is_connected)
 
-    def _report_wait(self, run: Run) -> None:
-        """Emit, at most every ten seconds, for which new reason pods of the cluster are missing."""
-        if time.monotonic() < self._explain_at or self.config.resolved_kind != "kubernetes":
+    def _report_wait(self, run: Run, waited: float) -> None:
+        """Emit, at most every ten seconds, for which new reason pods of the cluster are missing.
+        `waited` is in seconds.
+        """
+        is_late = waited > LINE_INTERVAL and time.monotonic() >= self._explain_at
+        if not is_late or self.config.resolved_kind != "kubernetes":
             return
         self._explain_at = time.monotonic() + LINE_INTERVAL
         reason = explain(self.config, self.run_name)
