@@ -142,7 +142,13 @@ def test_a_recipe_resumes_in_the_directory_that_was_made_for_it(tmp_path):
 )
 def test_the_printed_command_replays_the_bad_step_as_it_is_printed(program, tmp_path):
     environment = lay_out(tmp_path)
-    typed = [*program, "train", "tests.support.planted.Planted", "--nproc-per-node", "1"]
+    typed = [
+        *program,
+        "train",
+        "tests.support.recipe_with_bad_sample.Planted",
+        "--nproc-per-node",
+        "1",
+    ]
     typed += ["--config", '{"recipe_options": {"bad": 29, "kind": "pixel"}}']
     in_directory = {"cwd": tmp_path, "env": environment, "text": True, "capture_output": True}
     failed = subprocess.run(typed, **in_directory)

@@ -27,7 +27,7 @@ from flyte_ddp.rank.memory_interval import MemoryInterval
 from flyte_ddp.rank.states import load_newest
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
-from tests.support.lost_ranks import train
+from tests.support.runs_that_lose_ranks import train
 
 FSDP = {"parallel": "fsdp", "memory_interval": 2}
 

@@ -19,10 +19,10 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.run import _Call
-from tests.support.bereaved import wait_for_copies
 from tests.support.dask_runs import LOCAL
+from tests.support.function_that_loses_ranks import train
+from tests.support.recipe_that_loses_ranks import wait_for_copies
 from tests.support.runs import fork_functions
-from tests.support.saver import train
 
 
 class Loads(events.Listener):

@@ -19,10 +19,10 @@ from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPE = "tests.support.planted.Planted"
+RECIPE = "tests.support.recipe_with_bad_sample.Planted"
 SAVE = """
 import torch
-from tests.support.planted import own_part
+from tests.support.recipe_with_bad_sample import own_part
 torch.save(list(map(own_part, (each.grad for each in model.parameters()))), {file!r})
 p len(batch), [each.shape for each in losses]
 continue
@@ -51,7 +51,7 @@ def remove_state(run, step):
 )
 def test_the_gradient_is_the_runs_to_the_bit_also_over_an_evaluation(tmp_path, num_ranks, parallel):
     """Seen by the debugger, which stops after the backward pass."""
-    run = new_run(tmp_path, "tests.support.planted.Recorded")
+    run = new_run(tmp_path, "tests.support.recipe_with_bad_sample.Recorded")
     options = {**planted(0, "", mixes=True), "directory": str(tmp_path)}
     run.train(
         num_ranks,

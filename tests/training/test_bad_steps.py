@@ -16,11 +16,11 @@ from flyte_ddp.events import AttemptStarted, BadSample, StepFoundBad, parse_hist
 from flyte_ddp.rank.plan import epoch_order
 from flyte_ddp.world import World
 from tests.support.gang import session_of
-from tests.support.planted import Planted
+from tests.support.recipe_with_bad_sample import Planted
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
-RECIPE = "tests.support.planted.Planted"
+RECIPE = "tests.support.recipe_with_bad_sample.Planted"
 # kinds of bad samples, with the config that detects them
 KINDS = {"pixel": {}, "label": {}, "huge": {"spike_factor": 20.0}}
 

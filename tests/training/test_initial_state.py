@@ -227,7 +227,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(code, tmp_path, caplog):
     assert [told in line for line in caplog.messages] == [True] * (code != "Tiny a1")
 
 
-HEADED = "tests.support.heads.Headed"
+HEADED = "tests.support.recipe_with_heads.Headed"
 
 
 def headed_state(num_classes=3):

@@ -90,7 +90,7 @@ def test_the_example_with_all_methods_ends_as_a_plain_loop_also_after_a_kill(
     tmp_path, monkeypatch, parallel, num_ranks
 ):
     options = {"parallel": parallel, "epochs": 3, "log_interval": 1, "model_state": "last"}
-    name = "tests.support.pulses.Pulses"
+    name = "tests.support.example_with_faults.Pulses"
     run = new_run(tmp_path / "whole", name).train(num_ranks, **options)
     assert not [line for line in run.lines if "FutureWarning" in line]
     state, rates, losses = plain_loop()

@@ -1,4 +1,4 @@
-"""Runs of a recipe that loses its ranks where a test orders it: see bereaved.py."""
+"""Runs of a recipe that loses its ranks where a test orders it: see recipe_that_loses_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import events_of
 from tests.support.runs import new_run
 
-RECIPE = "tests.support.bereaved.Bereaved"  # 9 steps an epoch
+RECIPE = "tests.support.recipe_that_loses_ranks.Bereaved"  # 9 steps an epoch
 CONFIG = {"momentum": 0.9, "log_interval": 1, "model_state": "last"}
 
 

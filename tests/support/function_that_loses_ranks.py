@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flyte_ddp import session
-from tests.support.bereaved import wait_for_copies, worker_above
+from tests.support.recipe_that_loses_ranks import wait_for_copies, worker_above
 
 
 def train(orders="", splits=False):
