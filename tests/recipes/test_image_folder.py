@@ -142,7 +142,11 @@ def test_an_unusable_tree_is_refused_with_the_reason(tmp_path, prepared, name):
             "without a user name or a password; give them in the environment",
         ),
         ("/images", {"anonymous": True}, "anonymous: expected none with /images; it is for s3"),
-        ("", {"architecture": "resnet19"}, "expected one of .*, resnet18.*, got 'resnet19'"),
+        (
+            "",
+            {"architecture": "resnet19"},
+            r"expected a known architecture \(did you mean resnet18\?\), got 'resnet19'",
+        ),
         ("", {"trainable": "tail"}, "trainable: expected one of all, head, got 'tail'"),
         (
             "",
