@@ -92,16 +92,16 @@ register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; PROJECT=,
 # The platform of the image: Debian 12's Python.
 IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
 PINS := requirements.txt requirements-dev.txt
-# Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
+# Four at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
 # they started.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements
 
-test: $(TESTED)  ## the tests that need nothing but this machine, in eight minutes on two cores
+test: $(TESTED)  ## the tests that need nothing but this machine, in twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
 
-test-long: $(TESTED)  ## the next longest tests, in four minutes: losses, several nodes, outages
+test-long: $(TESTED)  ## the next longest tests, in ten minutes: losses, several nodes, outages
 	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow'
 
 test-all: $(TESTED)  ## also these and the slow ones
