@@ -69,7 +69,7 @@ class Retention:
         num_before = len(self.replaceable)
         if not keeps_best:
             for manifest in self.replaceable.values():
-                manifest["best"] = False  # in memory only: the stored manifest does not change
+                manifest["best"] = False  # The stored manifest does not change.
         if self.replaceable:
             self.prune(max(self.replaceable))
         return len(self.replaceable) < num_before

@@ -91,7 +91,7 @@ class RunState(Listener):
     # Keep reports, pictures and measurements of nodes. False saves memory where there are many
     # runs and only the epochs matter.
     keep_reports: bool = True
-    awaited: NodesAwaited | None = None  # what the run waits for; None while ranks run
+    awaited: NodesAwaited | None = None  # reason of the current wait; None while ranks run
     started: RunStarted | None = None  # the newest start of the ranks
     # result of the search for a checkpoint in this attempt; None before, or without a search
     loaded: CheckpointLoaded | None = None

@@ -24,7 +24,7 @@ from flyte_ddp.storage import Storage
 RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of a tracker
 RUN_ID = "tracker-run-id"
-OLD_RUN_ID = "wandb-run-id"  # its name before version 0.2.0
+OLD_RUN_ID = "wandb-run-id"  # name of this file before version 0.2.0
 MAX_NAME = 60  # characters of a script's name in the id of its run
 
 

@@ -178,7 +178,8 @@ class Recorder(Sender):
 
     _run: Any = field(default=None, init=False)  # the run, in the form of the service's client
     _waiting: list[Entry] = field(default_factory=list, init=False)  # entries for `_send`
-    _resumed_step: int | None = field(default=None, init=False)  # of the ranks that started last
+    # step from which the latest ranks resumed
+    _resumed_step: int | None = field(default=None, init=False)
 
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         """Open the service's run, or continue it, as `self._run`, and log the configuration of the

@@ -26,7 +26,7 @@ WHERE = "(table `allowed` of settings.toml, which is part of the registered vers
 SAME_STORES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _lock = threading.Lock()
-_Limits = dict[str, dict[str, list[str]]]  # by the ids of the tasks in this process
+_Limits = dict[str, dict[str, list[str]]]  # limits by the id of the task in this process
 # The beginning of a URL or of a path, or a step upwards anywhere.
 _PLACE = re.compile(
     r"\s*([a-z][\w+.-]*(://|::)|(file|local):|/|\.{1,2}/|~[^\s/]*(/|\s*$))"

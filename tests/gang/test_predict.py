@@ -177,7 +177,7 @@ def test_a_batch_that_does_not_fit_is_one_line(state, tmp_path):
 
 @pytest.mark.parametrize("end", ["wait", "notice late"])
 def test_sigterm_ends_predictions_after_the_parts_in_hand(end, state, tmp_path):
-    config, lines = log_batches(tmp_path, end=end, ends_at=8)  # in the third part
+    config, lines = log_batches(tmp_path, end=end, ends_at=8)  # a batch of the third part
     output = tmp_path / "made"
     words = [sys.executable, "-m", "flyte_ddp", "predict", LOGGED, "--model-state", state]
     words += ["--output", str(output), "--nproc-per-node", "1", "--config", json.dumps(config)]

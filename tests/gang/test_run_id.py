@@ -125,7 +125,7 @@ def test_a_run_that_no_signal_can_reach_says_so_in_one_line(recorded, caplog):
     assert stopped == [False, False]
     assert len(caplog.messages) == 2
     hangup = "SIGHUP, "
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as with nohup
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup starts processes so
         hangup = ""
     assert caplog.messages[0] == (
         f"this run does not notice {hangup}SIGINT, SIGQUIT, SIGTERM, because it was not started "

@@ -167,7 +167,7 @@ def test_tasks_of_one_process_keep_their_own_limits_in_any_order(first_to_end):
     for name, task in tasks.items():
         task.enter_context(limit_urls((f"s3://{name}/*",), [f"s3://run/{name}"]))
         permit(f"s3://chosen/{name}")
-    for name in tasks:  # Both run.
+    for name in tasks:  # The two tasks still run.
         Storage(f"s3://{name}/x"), Storage(f"s3://run/{name}"), Storage(f"s3://chosen/{name}")
     tasks.pop(first_to_end).close()
     (left,) = tasks

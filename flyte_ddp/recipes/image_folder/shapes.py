@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 SIZE = 64  # pixels per side
-IMAGES_PER_CLASS = {"train": 60, "val": 20}  # by split
+IMAGES_PER_CLASS = {"train": 60, "val": 20}  # number of images, by split
 NUM_SPECKS = 60  # coloured pixels in the background of each image
 SEED = 0
 # By class: hue in degrees, and number of sides. A polygon with 40 sides looks like a circle.

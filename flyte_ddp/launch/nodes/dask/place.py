@@ -64,7 +64,7 @@ class DaskPlace:
     # addresses of workers that have the directory of the checkpoints
     _checked: set[str] = field(default_factory=set)
     _explain_at: float = 0.0  # monotonic: when to look again what missing workers wait for
-    _reason: str = ""  # what they waited for at the last look
+    _reason: str = ""  # reason that the last look found
     _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
     _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # our own clients
 
