@@ -43,9 +43,8 @@ def open_cluster(
     """Yield a client of a cluster after its workers have connected. Each worker has one thread.
 
     There are `num_nodes` workers, or at least `min_nodes` if the time ran out or a queue holds the
-    others back. A cluster that was
-    made for the run is deleted after the block, also after an error or SIGTERM, which raises
-    SystemExit in the block. An existing cluster stays.
+    others back. A cluster that was made for the run is deleted after the block, also after an error
+    or SIGTERM, which raises SystemExit in the block. An existing cluster stays.
 
     Args:
         run_name: a name that is unique in its namespace (`manifest.cluster_name`). Only the kind

@@ -1,3 +1,1 @@
-"""What belongs to one process of a machine and knows no training: its threads, streams, devices and
-memory.
-"""
+"""Threads, streams, devices and memory of one process. No module here knows about training."""

@@ -30,7 +30,7 @@ RECOVERABLE_KINDS = (FailureKind.SIGNAL, FailureKind.EXIT, FailureKind.STALL)
 
 
 class Retry(enum.Enum):
-    """Whether Flyte retries a failed task. Only `MAY_SUCCEED` leads to another attempt."""
+    """How Flyte treats a failed task. It starts another attempt only after `MAY_SUCCEED`."""
 
     MAY_SUCCEED = enum.auto()
     # Not retried: the input or the settings are wrong. The message explains the error.

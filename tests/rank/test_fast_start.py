@@ -36,7 +36,7 @@ for name in ("sgd", "adamw"):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-# of a recipe's own
+# optimizers that a recipe makes itself
 for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Muon, torch.optim.RMSprop):
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = kind([weight])
