@@ -112,6 +112,8 @@ class Emulator:
     def hanging(self):
         """Take requests and answer none while the block runs."""
         self.process.send_signal(signal.SIGSTOP)
+        # Its threads run on until the kernel has stopped each of them.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
         try:
             yield
         finally:
