@@ -49,7 +49,7 @@ first:
 	  'make help' 'everything else'
 
 help:  ## what there is to make
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages that training needs
 

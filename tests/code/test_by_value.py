@@ -265,7 +265,7 @@ def execute_notebook(name, tmp_path):
     """The outputs of each cell of a notebook of the examples that has any."""
     pytest.importorskip("nbconvert")
     pytest.importorskip("ipykernel")
-    shutil.copy(REPOSITORY / "examples" / name, tmp_path)
+    shutil.copy(REPOSITORY / "examples/notebooks" / name, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace"]
         + ["--ExecutePreprocessor.timeout=-1", tmp_path / name],

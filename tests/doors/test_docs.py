@@ -276,7 +276,7 @@ def test_what_users_read_imports_names_from_the_package_itself():
     for directory in ("examples", "recipes", "workflows", "tasks"):
         for file in (REPOSITORY / directory).rglob("*.py"):
             texts[str(file.relative_to(REPOSITORY))] = file.read_text()
-    for notebook in (REPOSITORY / "examples").glob("*.ipynb"):
+    for notebook in (REPOSITORY / "examples").rglob("*.ipynb"):
         for cell in json.loads(notebook.read_text())["cells"]:
             texts[f"{notebook.name}: {cell['source'][:1]}"] = "".join(cell["source"])
     for place, text in texts.items():

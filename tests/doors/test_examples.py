@@ -18,7 +18,7 @@ from sklearn.multiclass import OneVsRestClassifier
 from torch.utils.data import DataLoader
 from torchvision.transforms.functional import pil_to_tensor
 
-from examples.s3_images import S3Images
+from examples.scripts.s3_images import S3Images
 from flyte_ddp.events import find_best
 from tests.support.image_store import COLOURS, image_tree, running_store
 from tests.support.runs import new_run
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def test_a_recipe_outside_the_package_trains_to_a_meaningful_accuracy(tmp_path):
-    shutil.copy(REPOSITORY / "examples/wine.py", tmp_path)
+    shutil.copy(REPOSITORY / "examples/recipes/wine.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     workflow = (REPOSITORY / "workflows/single_node.py", "single_node_training_wf")
     done = subprocess.run(
@@ -63,14 +63,14 @@ def train_here(name, directory):
     ],
 )
 def test_an_example_learns_what_there_is_to_learn(name, bounds, tmp_path):
-    _, best = train_here(f"examples.{name}", tmp_path)
+    _, best = train_here(f"examples.recipes.{name}", tmp_path)
     assert best.keys() == bounds.keys()
     for metric, (lowest, highest) in bounds.items():
         assert lowest < best[metric] < highest, metric
 
 
 def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path):
-    data, best = train_here("examples.diabetes.Diabetes", tmp_path)
+    data, best = train_here("examples.recipes.diabetes.Diabetes", tmp_path)
     (train, targets), (test, truths) = (each.tensors for each in data)
     guesses = LinearRegression().fit(train, targets).predict(test)
     assert best["r2"] == pytest.approx(r2_score(truths, guesses), abs=0.02)
@@ -79,7 +79,7 @@ def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path):
 
 @pytest.mark.long
 def test_several_labels_reach_the_figures_of_scikit_learn(tmp_path):
-    data, best = train_here("examples.topics.Topics", tmp_path)
+    data, best = train_here("examples.recipes.topics.Topics", tmp_path)
     (train, labels), (test, truths) = (each.tensors for each in data)
     guesses = (
         OneVsRestClassifier(LogisticRegression(C=100, max_iter=1000))

@@ -108,7 +108,7 @@ def packages(installed, tmp_path_factory):  # noqa: F811
 
 
 def test_a_recipe_and_a_function_train_without_flytekit(packages, tmp_path):
-    output = run(packages, "-S", str(REPOSITORY / "examples/flyte2.py"), cwd=tmp_path)
+    output = run(packages, "-S", str(REPOSITORY / "examples/tasks/flyte2.py"), cwd=tmp_path)
     lines = [line for line in output.splitlines() if line.startswith("ActionOutputs")]
     assert lines[0] == "ActionOutputs(o0=15.0)"
     assert ["model_state.pt" in line for line in lines] == [False, True, True]

@@ -103,7 +103,7 @@ def checkout(tmp_path_factory):
             )
         else:
             shutil.copy(REPOSITORY / name, root)
-    shutil.copy(REPOSITORY / "examples" / "wine.py", root / "recipes")
+    shutil.copy(REPOSITORY / "examples/recipes/wine.py", root / "recipes")
     package = root / "vineyard"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -20,7 +20,7 @@ from distributed import Client, LocalCluster
 from pyarrow import parquet
 from torch.utils.data import TensorDataset
 
-from examples.score_nightly import SCORE
+from examples.tasks.score_nightly import SCORE
 from flyte_ddp import predict
 from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT

@@ -123,7 +123,7 @@ def test_a_moved_checkout_has_its_own_library(checkout, elsewhere):
 @pytest.mark.long
 def test_ranks_train_a_recipe_of_a_directory_without_a_checkout(checkout, elsewhere):
     (elsewhere / "recipes").mkdir()
-    text = (REPOSITORY / "examples/wine.py").read_text()
+    text = (REPOSITORY / "examples/recipes/wine.py").read_text()
     (elsewhere / "recipes/wine.py").write_text(text)
     program = checkout / ".venv/bin/flyte-ddp"
     call(program, "train", "recipes.wine.Wine", "--epochs", "1", cwd=elsewhere)

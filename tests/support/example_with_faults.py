@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples import pulses
+from examples.recipes import pulses
 from tests.support.recipes import Faulty
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from examples.graphs import Graphs
+from examples.recipes.graphs import Graphs
 from flyte_ddp.recipes import Recipe
 
 

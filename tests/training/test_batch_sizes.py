@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from examples.graphs import Graphs
+from examples.recipes.graphs import Graphs
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prediction.job import PredictionJob
@@ -24,6 +24,7 @@ from tests.support.gang import run_gang, train_recipe
 from tests.support.packed import Says, Sparse
 from tests.support.runs import new_run
 
+GRAPHS = "examples.recipes.graphs.Graphs"
 PACKED = "tests.support.packed"
 KINDS = (f"{PACKED}.Sparse", f"{PACKED}.TimeFirst", f"{PACKED}.Packed")
 
@@ -90,7 +91,7 @@ def test_batches_of_any_form_train_the_same_at_any_number_of_ranks(tmp_path):
 
 @pytest.mark.parametrize("count", [0, -1, 9, None, 2.0])
 def test_a_number_of_samples_that_cannot_be_is_one_line(count):
-    recipe, config = Says(), config_of("examples.graphs.Graphs", {"global_batch_size": 8})
+    recipe, config = Says(), config_of(GRAPHS, {"global_batch_size": 8})
     recipe.count = count
     samples, _ = open_samples(recipe.datasets(None), recipe, config, ALONE)
     expected = rf"Says.num_samples: expected 1 to 8 samples of a batch .*, got {count};"
@@ -116,7 +117,7 @@ class Partial(Graphs):
     ],
 )
 def test_no_batch_without_a_number_of_samples_is_one_line(kept, error, expected):
-    recipe, config = Partial(), config_of("examples.graphs.Graphs", {"global_batch_size": 8})
+    recipe, config = Partial(), config_of(GRAPHS, {"global_batch_size": 8})
     recipe.kept = kept
     (train,) = open_samples([recipe.datasets(None)[0]], recipe, config, ALONE)
     with raises_one_line(error, match=expected):
@@ -178,5 +179,5 @@ def test_each_sample_is_predicted(tmp_path):
     expected = r"collate: expected all of \d samples, because each is predicted"
     with raises_one_line(ConfigError, match=expected):
         Predictor(job, str(tmp_path)).describe()
-    job = PredictionJob("examples.graphs.Graphs", config, *given, 4, 4, {})
+    job = PredictionJob(GRAPHS, config, *given, 4, 4, {})
     assert Predictor(job, str(tmp_path)).describe()["num_samples"] == 60

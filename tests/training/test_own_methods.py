@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from examples.pulses import Pulses
+from examples.recipes.pulses import Pulses
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import AttemptStarted, Reported
@@ -51,7 +51,7 @@ def plain_loop(num_epochs=3):
     evaluations.
     """
     recipe, rates, losses = Pulses(), [], []
-    config = config_of("examples.pulses.Pulses", {})
+    config = config_of("examples.recipes.pulses.Pulses", {})
     train, held_out = recipe.datasets(None)
     labels = torch.tensor([label for _, label in train])
     weights = torch.tensor([1 / int((labels == label).sum()) for label in labels])

@@ -111,7 +111,7 @@ def checkout_with_recipes(checkout: Checkout) -> Checkout:
     other.
     """
     recipes = checkout.directory / "recipes"
-    shutil.copy(REPOSITORY / "examples/wine.py", recipes / "wine.py")
+    shutil.copy(REPOSITORY / "examples/recipes/wine.py", recipes / "wine.py")
     package = recipes / "cellar"
     package.mkdir()
     (package / "__init__.py").write_text("")

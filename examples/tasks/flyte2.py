@@ -1,7 +1,7 @@
 """Train in tasks of Flyte 2, by its SDK `flyte`: a recipe, and a function of one's own in every
 rank.
 
-python examples/flyte2.py
+python examples/tasks/flyte2.py
 
 Neither needs flytekit. A retry goes on from the checkpoints of the attempts before it.
 """

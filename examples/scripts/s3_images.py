@@ -1,7 +1,7 @@
 """A data set of images in S3 for a function of your own, in place of dask-pytorch-ddp's
 `S3ImageFolder`: directories are classes. `pip install boto3`.
 
-    from examples.s3_images import S3Images
+    from examples.scripts.s3_images import S3Images
 
     data = S3Images("bucket", "flowers/train", transform=transform)
     for batch, weight in session.batches(data, 64, epoch, num_workers=4):

@@ -1,7 +1,7 @@
 """A regression: the progress of a disease after a year, from ten measurements of 442 patients that
 scikit-learn has.
 
-cp examples/diabetes.py recipes/
+cp examples/recipes/diabetes.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.diabetes.Diabetes
 """
 

@@ -1,7 +1,7 @@
 """Samples of several parts: a listing's words and price, and two numbers to predict. The listings
 are made up.
 
-cp examples/listings.py recipes/
+cp examples/recipes/listings.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.listings.Shop
 """
 

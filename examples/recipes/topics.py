@@ -1,7 +1,7 @@
 """Several labels for each sample: the topics of a document by its words, of which scikit-learn
 draws 1,000.
 
-cp examples/topics.py recipes/
+cp examples/recipes/topics.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.topics.Topics
 """
 

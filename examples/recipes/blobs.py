@@ -1,7 +1,7 @@
 """A segmentation: which pixels of a noisy image belong to the round blob in it. The images are
 drawn.
 
-cp examples/blobs.py recipes/
+cp examples/recipes/blobs.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.blobs.Blobs
 """
 

@@ -2,7 +2,7 @@
 its graphs, and their edges, (2, E). So its tensors do not begin with the batch, and `num_samples`
 returns how many graphs it has. Graphs without an edge are left out of the training.
 
-cp examples/graphs.py recipes/
+cp examples/recipes/graphs.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.graphs.Graphs
 """
 

@@ -2,7 +2,7 @@
 sampling, averaged weights, evaluations and hooks. It finds the few series of numbers that have two
 pulses rather than one; the series have different lengths, and are drawn.
 
-cp examples/pulses.py recipes/
+cp examples/recipes/pulses.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.pulses.Pulses
 """
 
