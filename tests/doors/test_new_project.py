@@ -112,7 +112,8 @@ def flyte_ddp(installed, *arguments, cwd, status=0):
 def project(installed, tmp_path_factory):
     place = tmp_path_factory.mktemp("made") / "my-project"
     output = flyte_ddp(installed, "new", place, cwd=place.parent)
-    assert output == f"made {place} with flyte-ddp 0.2.0\ntry: cd {place} && make train\n"
+    made = f"made {place} with flyte-ddp {PROJECT['version']}"
+    assert output == f"{made}\ntry: cd {place} && make train\n"
     return place
 
 
@@ -466,9 +467,9 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
         ),
         (
             ["new", "other", "--wheel", "away.whl"],
-            "error: --wheel: expected the file of flyte-ddp 0.2.0, which the project's image "
-            "installs, got 'away.whl'; "
-            "pip download --no-deps flyte-ddp==0.2.0 fetches it\n",
+            f"error: --wheel: expected the file of flyte-ddp {PROJECT['version']}, which the "
+            "project's image installs, got 'away.whl'; "
+            f"pip download --no-deps flyte-ddp=={PROJECT['version']} fetches it\n",
         ),
     ):
         assert flyte_ddp(installed, *arguments, cwd=tmp_path, status=2) == expected
