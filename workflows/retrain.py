@@ -86,17 +86,28 @@ def retrain_wf(
         conditional("what_to_train")
         .if_(planned.train_on == flyte.NOTHING)
         .then(keep_champion(retraining=planned.retraining, output=output))
+        .elif_(planned.train_on == flyte.CLUSTER)
+        .then(
+            challenge_on_cluster(
+                retraining=planned.retraining,
+                parent=planned.parent,
+                recipe=recipe,
+                config=planned.config,
+                data=planned.data,
+                cluster=planned.cluster,
+                checkpoints=checkpoints,
+                output=output,
+            )
+        )
         .else_()
         .then(
-            challenge(
-                train_on=planned.train_on,
+            challenge_on_one_node(
                 retraining=planned.retraining,
                 parent=planned.parent,
                 recipe=recipe,
                 config=planned.config,
                 data=planned.data,
                 num_processes=num_processes,
-                cluster=planned.cluster,
                 checkpoints=checkpoints,
                 output=output,
             )
@@ -104,48 +115,59 @@ def retrain_wf(
     )
 
 
+# A branch has one node, so a branch that trains and judges is a workflow.
 @workflow
-def challenge(
-    train_on: str,
+def challenge_on_cluster(
+    retraining: flyte.Retraining,
+    parent: str,
+    recipe: str,
+    config: TrainingConfig,
+    data: flyte.PreparedData,
+    cluster: flyte.ClusterInput,
+    checkpoints: str,
+    output: str,
+) -> flyte.RetrainingOutputs:
+    """Train a challenger on the nodes of a new cluster, and judge it."""
+    trained = train_on_cluster(
+        recipe=recipe,
+        config=config,
+        data=data,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
+        parent_champion=parent,
+    )
+    return judge_challenger(
+        retraining=retraining,
+        config=config,
+        data=data,
+        challenger=trained.model_state,
+        export=trained.export,
+        output=output,
+    )
+
+
+@workflow
+def challenge_on_one_node(
     retraining: flyte.Retraining,
     parent: str,
     recipe: str,
     config: TrainingConfig,
     data: flyte.PreparedData,
     num_processes: int,
-    cluster: flyte.ClusterInput,
     checkpoints: str,
     output: str,
 ) -> flyte.RetrainingOutputs:
-    """The branch of `retrain_wf` that trains. A branch has one node, so it is a workflow."""
-    with flyte.inner_branch():
-        trained = (
-            conditional("where_to_train")
-            .if_(train_on == flyte.CLUSTER)
-            .then(
-                train_on_cluster(
-                    recipe=recipe,
-                    config=config,
-                    data=data,
-                    cluster=cluster,
-                    checkpoints=checkpoints,
-                    output=output,
-                    parent_champion=parent,
-                )
-            )
-            .else_()
-            .then(
-                train_on_one_node(
-                    recipe=recipe,
-                    config=config,
-                    data=data,
-                    num_processes=num_processes,
-                    checkpoints=checkpoints,
-                    output=output,
-                    parent_champion=parent,
-                )
-            )
-        )
+    """Train a challenger on one machine, and judge it."""
+    trained = train_on_one_node(
+        recipe=recipe,
+        config=config,
+        data=data,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        output=output,
+        parent_champion=parent,
+    )
     return judge_challenger(
         retraining=retraining,
         config=config,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,38 +26,14 @@ from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_
 from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.task import check_config_places, check_files, check_urls, task_body
 from flyte_ddp.process.devices import check_requested_gpus
-from flyte_ddp.promotion.champion import CARD, ChampionStore
-from flyte_ddp.promotion.policy import (
-    Challenge,
-    PromotionCriteria,
-    PromotionResult,
-    RetrainingResult,
-    judge,
-    plan,
-)
-from flyte_ddp.recipes import pin_initial_state
-from flyte_ddp.storage import read_file
-from flyte_ddp.task_run.origin import code_version
-from flyte_ddp.task_run.retraining import format_kickoff, open_champions, record_outcome
+from flyte_ddp.promotion.policy import PromotionCriteria, PromotionResult
+from flyte_ddp.task_run import retraining as core
+from flyte_ddp.task_run.retraining import Retraining as Retraining
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
-# This kickoff time stands for the time at which the first task begins. The default has to be a
-# time, because Flyte's scheduler cannot fill in an optional input.
+# This kickoff time stands for the time at which the first task begins.
 NOW = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
 DECK_NAME = "Retraining"
-
-
-@dataclass(frozen=True)
-class Retraining:
-    """The facts that all tasks of a retraining share."""
-
-    recipe: str
-    champion: str  # URL of the champion and its predecessors
-    parent: str  # the version in use; "" for none
-    criteria: PromotionCriteria
-    kickoff_time: str  # UTC, ISO 8601
-    outcome: str  # "" if there is something to train
-    reason: str
 
 
 class RetrainingPlan(NamedTuple):
@@ -90,8 +64,6 @@ def plan_retraining(
 ) -> RetrainingPlan:
     """Prepare the data, and decide, before a GPU is requested, if there is a challenger to train,
     and from which weights.
-
-    A challenger that does not start from a champion starts from the weights of its config.
     """
     check("train_on", train_on, str, Limits(choices=(ONE_NODE, CLUSTER)))
     if output:  # The default directory is made when there is something to keep.
@@ -99,25 +71,21 @@ def plan_retraining(
     check_urls(champion=champion)
     execution = current_execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
-    store = open_champions(execution, recipe, champion)
+    store = core.open_champions(execution, recipe, champion)
     prepared = prepare(recipe, config, source, cluster)
-    kickoff = format_kickoff(kickoff_time)
-    if kickoff_time == NOW:
-        kickoff = format_kickoff(None)
-    parent = store.in_use().version
-    retraining = Retraining(recipe, store.url, parent, criteria, kickoff, outcome="", reason="")
-    planned = plan(store, _challenge(retraining, prepared.config, prepared.data), criteria)
-    if planned.outcome:
+    retraining, started = core.plan_retraining(
+        execution,
+        store,
+        criteria,
+        kickoff_time,
+        recipe,
+        prepared.config,
+        Path(prepared.data.path),
+    )
+    if retraining.outcome:
         train_on = NOTHING
-    start = planned.initial_state or prepared.config.initial_model_state
-    started = dataclasses.replace(prepared.config, initial_model_state=start)
     return RetrainingPlan(
-        train_on=train_on,
-        retraining=dataclasses.replace(retraining, outcome=planned.outcome, reason=planned.reason),
-        parent=parent,
-        data=prepared.data,
-        config=pin_initial_state(started),
-        cluster=prepared.cluster,
+        train_on, retraining, retraining.parent, prepared.data, started, prepared.cluster
     )
 
 
@@ -142,11 +110,11 @@ def judge_challenger(
     check_urls(champion=retraining.champion)
     check_config_places(config)
     check_files(data=data, challenger=challenger, export=export)
-    card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
-    result = judge(
-        ChampionStore(retraining.champion),
-        dataclasses.replace(_challenge(retraining, config, data), card=card),
-        retraining.criteria,
+    directory = Path(data.download() or data.path)
+    result = core.judge_challenger(
+        retraining,
+        retraining.challenge(current_execution(), config, directory),
+        export.remote_source or export.path,
         Path(challenger.download()).read_bytes(),
     )
     return _outputs(retraining, result, output, export)
@@ -156,30 +124,17 @@ def judge_challenger(
 def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs:
     """Report why nothing was trained. `output` is the same as in `judge_challenger`."""
     check_urls(champion=retraining.champion)
-    result = PromotionResult(RetrainingResult(retraining.outcome), retraining.reason)
-    return _outputs(retraining, result, output)
-
-
-def _challenge(retraining: Retraining, config: TrainingConfig, data: FlyteDirectory) -> Challenge:
-    return Challenge(
-        recipe=retraining.recipe,
-        config=config,
-        directory=Path(data.download() or data.path),
-        kickoff_time=retraining.kickoff_time,
-        code_version=code_version(),
-        execution=current_execution().name,
-    )
+    return _outputs(retraining, None, output)
 
 
 def _outputs(
     retraining: Retraining,
-    result: PromotionResult,
+    result: PromotionResult | None,
     output: str,
     export: FlyteDirectory | None = None,
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
-    store = ChampionStore(retraining.champion)
-    page = record_outcome(store, retraining.recipe, result, current_execution())
+    result, in_use, page = core.record_outcome(current_execution(), retraining, result)
     Deck(DECK_NAME, page.render_fragment())
     kept_in = open_output_directory(output, retraining.recipe)
     directory = kept_in or Path(flytekit.current_context().working_directory)
@@ -189,7 +144,7 @@ def _outputs(
     outputs = RetrainingOutputs(
         result.outcome.value,
         result.reason,
-        store.in_use().version,
+        in_use,
         result.figures,
         FlyteFile(str(report)),
         export,

@@ -5,11 +5,9 @@ A small task plans, before a GPU is requested. Another task trains the challenge
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import datetime
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,30 +23,19 @@ from flyte_ddp.flyte2.task import (
     project_tracking,
     publish,
 )
-from flyte_ddp.flyte2.training import check_inputs, run_training
-from flyte_ddp.launch.train import open_data
+from flyte_ddp.flyte2.training import check_inputs, open_inputs, run_training
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.process.devices import check_requested_gpus
 from flyte_ddp.project.settings import SETTINGS
-from flyte_ddp.promotion.champion import CARD, ChampionStore
-from flyte_ddp.promotion.policy import (
-    Challenge,
-    PromotionCriteria,
-    PromotionResult,
-    RetrainingResult,
-    judge,
-    plan,
-)
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.promotion.policy import PromotionCriteria, PromotionResult
+from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.storage import check_places, read_file
-from flyte_ddp.storage.state_dict_file import pin_state
-from flyte_ddp.task_run.origin import code_version
-from flyte_ddp.task_run.retraining import format_kickoff, open_champions, record_outcome
+from flyte_ddp.task_run import retraining as core
 
 
 @dataclass(frozen=True)
-class Retraining:
+class Retraining(core.Retraining):
     """The plan of a retraining, for the tasks after it.
 
     Example:
@@ -57,14 +44,8 @@ class Retraining:
             print(retraining.outcome, retraining.reason)
     """
 
-    recipe: str
     config: str  # config of the challenger as JSON, with its initial weights
     data: str
-    champion: str  # URL of the champion and its predecessors
-    criteria: str  # `PromotionCriteria` as JSON
-    kickoff_time: str  # UTC, ISO 8601
-    outcome: str  # "" if there is something to train
-    reason: str
 
 
 class RetrainingOutputs(NamedTuple):
@@ -105,32 +86,20 @@ def plan_retraining(
             return flyte2.plan_retraining(None, champion, "digits", data=data, margin=0.01)
     """
     with flyte_errors():
-        resolved, terms = check_inputs(recipe, config, data), PromotionCriteria(**criteria)
+        terms, execution = PromotionCriteria(**criteria), current_execution()
         # The contents of the state decide if there is something new, and a file may be replaced
         # meanwhile. So the config gets the checksum.
-        given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
-        begun: datetime.datetime | None = kickoff_time or flyte.ctx().run_start_time
-        # Flyte 2.0.43 gives 1970 to a task with a pod template.
-        if begun and not begun.timestamp():
-            begun = None
-        execution = current_execution()
+        resolved = pin_initial_state(check_inputs(recipe, config, data))
         if not execution.is_local:
             check_places([("champion", champion)], SETTINGS.allowed.urls)
-        store = open_champions(execution, recipe, champion)
-        retraining = Retraining(
-            *(recipe, json.dumps(given), data, store.url),
-            *(json.dumps(dataclasses.asdict(terms)), format_kickoff(begun), "", ""),
-        )
-        with _prepare(retraining) as prepared:
-            planned = plan(store, prepared, terms)
-        if planned.initial_state:
-            given["initial_model_state"] = pin_state(planned.initial_state)
-        return dataclasses.replace(
-            retraining,
-            config=json.dumps(given),
-            outcome=planned.outcome,
-            reason=planned.reason,
-        )
+        store = core.open_champions(execution, recipe, champion)
+        begun = kickoff_time or flyte.ctx().run_start_time
+        with open_inputs(recipe, resolved, data) as prepare:
+            shared, started = core.plan_retraining(
+                execution, store, terms, begun, recipe, resolved, Path(prepare())
+            )
+        given = {**(config or {}), "initial_model_state": started.initial_model_state}
+        return Retraining(**vars(shared), config=json.dumps(given), data=data)
 
 
 @limited
@@ -149,27 +118,26 @@ def challenge(
             return flyte2.challenge(retraining, num_processes=2)
     """
     check_requested_gpus()
-    config, nodes = json.loads(retraining.config), check_cluster(cluster)
-    resolved = check_inputs(retraining.recipe, config, retraining.data)
+    recipe, nodes = retraining.recipe, check_cluster(cluster)
+    config = check_inputs(recipe, json.loads(retraining.config), retraining.data)
     report = Report()
     with (
-        open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run,
+        open_task_run(report, checkpoints, config.max_hours, project_tracking()) as run,
         # The data are prepared once, so that the record describes the training's data.
-        _prepare(retraining) as prepared,
+        open_inputs(recipe, config, retraining.data) as prepare,
     ):
         trained = run_training(
-            *(run, report, retraining.recipe, resolved, retraining.data, num_processes, nodes),
-            prepared=str(prepared.directory),
+            run, recipe, config, prepare, nodes, num_processes, retraining.parent
         )
         finished = trained.finished
-        result = judge(
-            ChampionStore(retraining.champion),
-            dataclasses.replace(prepared, card=read_file(f"{finished.export_url}/{CARD}")),
-            PromotionCriteria(**json.loads(retraining.criteria)),
+        result = core.judge_challenger(
+            retraining,
+            retraining.challenge(run.execution, config, Path(prepare())),
+            finished.export_url,
             read_file(finished.model_state_url),
         )
         run.files.keep_history(report)
-    return _list_outputs(retraining, result, trained.finished.export_url)
+    return _list_outputs(retraining, result, finished.export_url)
 
 
 @limited
@@ -184,33 +152,14 @@ def keep_champion(retraining: Retraining) -> RetrainingOutputs:
                 return flyte2.keep_champion(retraining)
             return challenge(retraining)
     """
-    result = PromotionResult(RetrainingResult(retraining.outcome), retraining.reason)
     with flyte_errors():
-        return _list_outputs(retraining, result)
-
-
-@contextlib.contextmanager
-def _prepare(retraining: Retraining) -> Iterator[Challenge]:
-    """Prepare the data of a challenge, for the length of the block."""
-    config = config_of(retraining.recipe, json.loads(retraining.config))
-    recipe = get_recipe(retraining.recipe, config.recipe_options)
-    with open_data(recipe, retraining.data) as prepare:
-        yield Challenge(
-            recipe=retraining.recipe,
-            config=config,
-            directory=Path(prepare()),
-            kickoff_time=retraining.kickoff_time,
-            code_version=code_version(),
-            execution=current_execution().name,
-        )
+        return _list_outputs(retraining, None)
 
 
 def _list_outputs(
-    retraining: Retraining, result: PromotionResult, export: str = ""
+    retraining: Retraining, result: PromotionResult | None, export: str = ""
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, and show the retraining's report as the task's."""
-    store = ChampionStore(retraining.champion)
-    page = record_outcome(store, retraining.recipe, result, current_execution())
+    result, in_use, page = core.record_outcome(current_execution(), retraining, result)
     PagePublisher(page, publish).close(None)
-    outcome, version = result.outcome.value, store.in_use().version
-    return RetrainingOutputs(version, export, result.figures, outcome, result.reason)
+    return RetrainingOutputs(in_use, export, result.figures, result.outcome.value, result.reason)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from flyte.io import Dir, File
@@ -118,7 +119,8 @@ def train(
     resolved, nodes = check_inputs(recipe, config, data), check_cluster(cluster)
     report = Report()
     with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
-        trained = run_training(run, report, recipe, resolved, data, num_processes, nodes)
+        with open_inputs(recipe, resolved, data) as prepare:
+            trained = run_training(run, recipe, resolved, prepare, nodes, num_processes)
         epochs, finished = trained.state.epochs, trained.finished
         return TrainingOutputs(
             epoch_accuracies=list_accuracies(epochs),
@@ -129,26 +131,28 @@ def train(
         )
 
 
+def open_inputs(
+    recipe: str, config: TrainingConfig, data: str
+) -> AbstractContextManager[Callable[[], str]]:
+    """Return the data of a recipe with its config, as `open_data`."""
+    return open_data(get_recipe(recipe, config.recipe_options), data)
+
+
 def run_training(
     run: TaskRun,
-    report: Report,
     recipe: str,
     config: TrainingConfig,
-    data: str,
-    num_processes: int,
+    prepare: Callable[[], str],
     cluster: ClusterConfig | None,
-    prepared: str = "",
+    num_processes: int,
+    parent_champion: str = "",
 ) -> Trained:
     """Train in the run of the current task. The data are prepared while the ranks start, but before
     a cluster starts.
-
-    Args:
-        prepared: directory of data that are prepared already.
     """
-    with open_data(get_recipe(recipe, config.recipe_options), data, prepared) as prepare:
-        if cluster:
-            prepare()
-        trained = train_recipe(run, recipe, config, prepare, cluster, num_processes)
+    if cluster:
+        prepare()
+    trained = train_recipe(run, recipe, config, prepare, cluster, num_processes, parent_champion)
     write_card(trained.finished.export_url, trained.card)
     say_figures(run, trained.state)
     return trained
@@ -185,7 +189,7 @@ def sweep(
     check_trials(trials, nodes)
     report = StudyReport(recipe)
     with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
-        with open_data(get_recipe(recipe, resolved.recipe_options), data) as prepare:
+        with open_inputs(recipe, resolved, data) as prepare:
             study.train_trials(run, report, trials, prepare(), nodes, search)
         study.save_history(run, report)
         build_table(report.runs).to_csv(run.files.directory / "results.csv", index=False)

@@ -246,9 +246,13 @@ if __name__ == "__main__":
     Path("fetched").mkdir()
     flyte.init()
     import fetches
-    outcome = flyte.run(fetches.challenge, flyte.run(fetches.plan).outputs().o0).outputs()
-    print("outcome", outcome)
-    print("fetched", len(list(Path("fetched").iterdir())))
+    for _ in range(2):
+        planned = flyte.run(fetches.plan).outputs().o0
+        champion, export, *_ = flyte.run(fetches.challenge, planned).outputs()
+        print("champion", champion)
+        print("fetched", len(list(Path("fetched").iterdir())))
+        card = json.loads(Path(export, "run_card.json").read_text())
+        print("replaces", card["origin"]["parent_champion"])
 """
 
 
@@ -256,8 +260,11 @@ def test_a_retraining_records_the_data_that_it_trained_on(packages, tmp_path):
     (tmp_path / "fetches.py").write_text(FETCHES)
     output = run(packages, "-S", "fetches.py", cwd=tmp_path)
     # The plan fetches the data, and so does the task that trains and judges.
-    assert re.findall(r"fetched (\d+)", output) == ["2"]
-    assert re.findall(r"trains on (\d+)", output)[-1] == "1"
+    assert re.findall(r"fetched (\d+)", output) == ["2", "4"]
+    assert re.findall(r"trains on (\d+)", output)[-1] == "3"
+    # The card of a challenger names the version that it is to replace.
+    first, _ = re.findall(r"champion (.+)", output)
+    assert re.findall(r"replaces (.+)", output) == ["None", first]
 
 
 PREDICTIONS = """

@@ -223,17 +223,20 @@ def test_an_unnecessary_training_is_not_scheduled(package):
     nodes = package.workflows["workflows.retrain.retrain_wf"].template.nodes
     assert [node.metadata.name for node in nodes] == ["plan_retraining", "what_to_train"]
     branch = nodes[1].branch_node.if_else
-    chosen = [branch.case.then_node, branch.else_node]
-    assert [node.metadata.name for node in chosen] == ["keep_champion", "challenge"]
+    chosen = [branch.case.then_node, branch.other[0].then_node, branch.else_node]
+    assert [node.metadata.name for node in chosen] == [
+        "keep_champion",
+        "challenge_on_cluster",
+        "challenge_on_one_node",
+    ]
     read = {binding.binding.promise.node_id for node in chosen for binding in node.inputs}
     assert read <= {"", "n0"}
-    # The challenge is judged after the chosen training.
-    nodes = package.workflows["workflows.retrain.challenge"].template.nodes
-    assert [node.metadata.name for node in nodes] == ["where_to_train", "judge_challenger"]
-    branch = nodes[0].branch_node.if_else
-    chosen = [branch.case.then_node, branch.else_node]
-    assert [node.metadata.name for node in chosen] == ["train_on_cluster", "train_on_one_node"]
-    assert list(nodes[1].upstream_node_ids) == ["n0"]
+    # The challenge is judged after the training.
+    trained = ["train_on_cluster", "train_on_one_node"]
+    for node, name in zip(chosen[1:], trained, strict=True):
+        inner = package.workflows[f"workflows.retrain.{node.metadata.name}"].template.nodes
+        assert [each.metadata.name for each in inner] == [name, "judge_challenger"]
+        assert list(inner[1].upstream_node_ids) == ["n0"]
 
 
 # Launch plans
