@@ -223,6 +223,7 @@ def _flush_files() -> None:
     """Flush open files, because a daemon thread that waits in gloo may abort this process at its
     end.
     """
+    gc.unfreeze()  # a frozen object is in no list, and a file may be one
     for kind in (io.TextIOWrapper, io.BufferedWriter):
         for file in [each for each in gc.get_objects() if type(each) is kind]:
             # The file may be closed, or its reader may have ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,8 @@ def _describe(pipe):
             "parent": os.getppid(),
             "has torch": "torch" in sys.modules,
             "has compiler": "torch._dynamo" in sys.modules,
+            "collects garbage": gc.isenabled(),
+            "leaves imports alone": gc.get_freeze_count() > 100_000,
             "training loop": getattr(sys.modules.get("flyte_ddp.training.main"), "__file__", ""),
             "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             **{name: os.environ.get(name) for name in ("GIVEN_LATER", "TAKEN_AWAY", "TORCH_LOGS")},
@@ -87,6 +90,8 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
         "parent": server.pid,
         "has torch": True,
         "has compiler": False,
+        "collects garbage": True,
+        "leaves imports alone": True,
         "training loop": TRAINING_LOOP,
         "blocked": set(),
         "GIVEN_LATER": "1",

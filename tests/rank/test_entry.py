@@ -4,6 +4,7 @@ agent.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 import threading
@@ -15,7 +16,7 @@ from flyte_ddp.launch.protocol.messages import RankBeat
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks, choose_threads
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.rank.entry import environment
+from flyte_ddp.rank.entry import _flush_files, environment
 from flyte_ddp.rank.link import AgentLink
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
@@ -88,3 +89,11 @@ def test_a_recipes_rank_keeps_the_users_own_number_of_threads(given, expected, m
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert choose_threads(3) == expected
+
+
+def test_files_are_flushed_even_if_the_collector_does_not_know_them(tmp_path):
+    with open(tmp_path / "text", "w") as file:
+        file.write("written")
+        gc.freeze()  # as in a forked rank
+        _flush_files()
+        assert (tmp_path / "text").read_text() == "written"

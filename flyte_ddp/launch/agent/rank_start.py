@@ -14,6 +14,7 @@ late.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pkgutil
 import signal
@@ -42,6 +43,7 @@ READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
 ENTRY = "flyte_ddp.rank.entry:run_rank"  # a name: an agent imports no modules of ranks
 # this package's modules that the ranks of a recipe need
 OWN_MODULES = [name.partition(":")[0] for name in (ENTRY, TRAINING)]
+FIRST_MODULE = "flyte_ddp.process.no_collection"
 
 MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
 
@@ -63,6 +65,10 @@ class ForkedProcess(ForkServerProcess):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         os.environ.clear()
         os.environ.update(self._environment)
+        # The collector never visits what the server has imported. A visit writes to the pages that
+        # this process shares with the server, so each rank would get a copy of them.
+        gc.freeze()
+        gc.enable()
         super().run()
 
 
@@ -118,7 +124,7 @@ def start_server(modules: Sequence[str]) -> bool:
         server.__class__ = _Server
         preloaded = list(modules)
         if sys.version_info >= (3, 11):
-            preloaded += OWN_MODULES
+            preloaded = [FIRST_MODULE, *modules, *OWN_MODULES]
         forkserver.set_forkserver_preload(preloaded)
     if variables != _variables_of_server:
         return False
