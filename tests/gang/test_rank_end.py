@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 
 import pytest
 
@@ -83,7 +84,10 @@ def test_a_rank_that_ends_its_process_itself_is_judged_by_its_code(tmp_path, lin
     count = f"open({str(tmp_path / 'starts')!r}, 'a').write(rank)"
     done = launch(tmp_path, "--max-restarts", 1, script(tmp_path, count, *lines))
     assert done.returncode == code, done.stderr
-    assert len((tmp_path / "starts").read_text()) == (2 if code == 0 else 4)
+    # A rank that another one's end has ended may not have come to its first line.
+    starts = Counter((tmp_path / "starts").read_text())
+    assert starts["1"] == (1 if code == 0 else 2)
+    assert starts["0"] <= starts["1"]
     if code:
         assert "rank 1 exited with code 7" in done.stderr
 
