@@ -94,6 +94,6 @@ def test_a_recipes_rank_keeps_the_users_own_number_of_threads(given, expected, m
 def test_files_are_flushed_even_if_the_collector_does_not_know_them(tmp_path):
     with open(tmp_path / "text", "w") as file:
         file.write("written")
-        gc.freeze()  # as in a forked rank
+        gc.freeze()  # A forked rank does this, too.
         _flush_files()
         assert (tmp_path / "text").read_text() == "written"
