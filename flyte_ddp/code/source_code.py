@@ -442,6 +442,11 @@ def files_below(directory: Path) -> dict[str, Path]:
     return found
 
 
+def compute_library_digest() -> str:
+    """Return a SHA-256 of the files of this package as they are now."""
+    return compute_digest_of_files(source_files(["flyte_ddp"]))
+
+
 def compute_digest_of_files(files: Mapping[str, Path]) -> str:
     """Return a SHA-256 of files and their names. If the files are too large to be code alone, only
     the Python files count.

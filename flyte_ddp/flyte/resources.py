@@ -17,11 +17,7 @@ from flytekit.core.utils import ClassDecorator
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.code.source_code import (
-    COMMIT_VARIABLE,
-    compute_digest_of_files,
-    source_files,
-)
+from flyte_ddp.code.source_code import COMMIT_VARIABLE, compute_library_digest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.pods import make_pod_template
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
@@ -133,8 +129,7 @@ def library_version() -> str:
     The version of this package is a hash of its files, because a checkout keeps one version number
     for a long time.
     """
-    library = compute_digest_of_files(source_files(["flyte_ddp"]))
-    return f"flyte_ddp {library[:8]}, torch {version('torch')}"
+    return f"flyte_ddp {compute_library_digest()[:8]}, torch {version('torch')}"
 
 
 def check_library() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from flyte_ddp.code.by_value import code_version, is_by_value
 from flyte_ddp.code.source_code import (
     compute_digest_of_files,
+    compute_library_digest,
     imported_files,
     list_packages,
     source_files,
@@ -92,7 +93,7 @@ def list_code(module: str) -> dict[str, str]:
     defined in `module` does.
     """
     files = imported_files(module, set(list_packages(module)) - {"flyte_ddp"})
-    return {"flyte_ddp": compute_digest_of_files(source_files(["flyte_ddp"]))} | {
+    return {"flyte_ddp": compute_library_digest()} | {
         name: compute_sha256(str(file)) for name, file in files.items() if file.suffix == ".py"
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,3 +159,34 @@ def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_ha
     ):
         run.train()
     assert _description(RECIPE)["parent"] not in (server.pid, os.getpid())
+
+
+UPGRADE = """
+import pathlib
+import flyte_ddp
+
+with open("starts.txt", "a") as file:
+    file.write("started\\n")
+module = pathlib.Path(flyte_ddp.__file__).with_name("session.py")
+module.write_text(f"{module.read_text()}# of the next version")
+raise OSError("this attempt is lost")
+"""
+
+
+def test_no_attempt_has_ranks_of_another_version_than_its_driver(tmp_path):
+    """Also if somebody upgrades the package in the middle of a run."""
+    shutil.copytree(
+        REPOSITORY / "flyte_ddp",
+        tmp_path / "flyte_ddp",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    (tmp_path / "upgrade.py").write_text(UPGRADE)
+    command = [sys.executable, "-m", "flyte_ddp", "run", "--nproc-per-node", "1"]
+    command += ["--max-restarts", "3", "upgrade.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert (tmp_path / "starts.txt").read_text() == "started\n"
+    *_, line = done.stderr.strip().splitlines()
+    expected = r"error: .*flyte_ddp: expected \w{8}, with which this run has started, got \w{8} on "
+    assert re.match(expected, line), done.stderr

@@ -30,6 +30,7 @@ from typing import Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.code.main_module import hide_main_module
+from flyte_ddp.code.source_code import compute_library_digest
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -112,6 +113,7 @@ def supervise(
     end = End(Outcome.FAILED)
     try:
         _check_interfaces()
+        _check_library(job.library)
         with temporary_directory("ranks-") as logs:
             ranks = _Ranks(job, node, listener, logs, link, memory)
             try:
@@ -136,6 +138,19 @@ def _check_interfaces() -> None:
         raise ConfigError(
             f"{INTERFACES}: expected network interfaces of {socket.gethostname()} "
             f"({', '.join(known)}), got {given!r}"
+        )
+
+
+def _check_library(expected: str) -> None:
+    """Raise ConfigError if new ranks would import another library than the driver, for example
+    after an upgrade in the middle of the run.
+    """
+    found = compute_library_digest()
+    if found != expected:
+        raise ConfigError(
+            f"flyte_ddp: expected {expected[:8]}, with which this run has started, got "
+            f"{found[:8]} on {socket.gethostname()}: start the run again, and it goes on with the "
+            "other version"
         )
 
 

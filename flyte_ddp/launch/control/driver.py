@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import threading
@@ -25,7 +26,7 @@ from typing import Protocol, TypeVar
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
-from flyte_ddp.code.source_code import describe_commit
+from flyte_ddp.code.source_code import compute_library_digest, describe_commit
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -131,7 +132,7 @@ def run(
     place.check(job)
     variables = {**job.program.needs.variables, COMMAND_VARIABLE: find_flyte_ddp_command()}
     program = job.program.with_needs(variables=variables)
-    job = dataclasses.replace(job, program=program)
+    job = dataclasses.replace(job, program=program, library=_library_at_start())
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
         storage = None
@@ -162,6 +163,12 @@ def run(
     if own.results:
         own.results.check()
     return state
+
+
+@functools.cache
+def _library_at_start() -> str:
+    """Return the digest of the library at the first run of this process, which has imported it."""
+    return compute_library_digest()
 
 
 @contextlib.contextmanager

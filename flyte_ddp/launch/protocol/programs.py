@@ -153,6 +153,8 @@ class Job:
     is_kept: bool = True  # the checkpoints outlive the run
     # Place that the user named, for errors, if the checkpoints are below it; otherwise "".
     output: str = ""
+    # SHA-256 of the library with which the driver has started; "" until `run_job` starts the job
+    library: str = ""
     # steps of checkpoints after the last attempt, as far as the driver knows
     stored: tuple[int, ...] = ()
     # the nodes have a state from which to go on that is newer than the store's
