@@ -44,11 +44,11 @@ def copy_repository(directory):
         (directory / ".uv").symlink_to(REPOSITORY / ".uv")
 
 
-def build_wheel(directory):
-    """Return the wheel of this checkout, as `make wheel` builds it."""
+def build_wheel(directory, checkout=REPOSITORY):
+    """Return the wheel of a checkout, as `make wheel` builds it."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory)]
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, str(REPOSITORY)], check=True, timeout=240
+        [sys.executable, "-m", "pip", "wheel", *options, str(checkout)], check=True, timeout=240
     )
     (file,) = directory.glob("*.whl")
     return file
