@@ -206,7 +206,7 @@ def test_the_version_is_printed(capsys):
     for name in ("--version", "-V"):
         status, lines, _ = call(capsys, name)
         assert (status, len(lines)) == (0, 1)
-        assert re.fullmatch(r"flyte-ddp 0\.2\.0, \S+", lines[0])
+        assert re.fullmatch(r"flyte-ddp \d+\.\d+\.\d+\S*, \S+", lines[0])
 
 
 @pytest.mark.parametrize("command", [("fields",), ("--version",), ("--help",)])

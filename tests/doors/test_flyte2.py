@@ -249,7 +249,7 @@ if __name__ == "__main__":
     for _ in range(2):
         planned = flyte.run(fetches.plan).outputs().o0
         champion, export, *_ = flyte.run(fetches.challenge, planned).outputs()
-        print("champion", champion)
+        print("champion is now", champion)
         print("fetched", len(list(Path("fetched").iterdir())))
         card = json.loads(Path(export, "run_card.json").read_text())
         print("replaces", card["origin"]["parent_champion"])
@@ -263,7 +263,7 @@ def test_a_retraining_records_the_data_that_it_trained_on(packages, tmp_path):
     assert re.findall(r"fetched (\d+)", output) == ["2", "4"]
     assert re.findall(r"trains on (\d+)", output)[-1] == "3"
     # The card of a challenger names the version that it is to replace.
-    first, _ = re.findall(r"champion (.+)", output)
+    first, _ = re.findall(r"champion is now (.+)", output)
     assert re.findall(r"replaces (.+)", output) == ["None", first]
 
 
@@ -484,7 +484,7 @@ def test_the_installs_of_the_page_and_of_a_project_find_versions_that_go_togethe
         timeout=60,
     )
     command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]
-    arguments = [each.replace(wheel.name, str(wheel)) for each in shlex.split(line)]
+    arguments = [each.replace("$(ls flyte_ddp-*.whl)", str(wheel)) for each in shlex.split(line)]
     project = REPOSITORY / "examples/project/flyte2/pyproject.toml"
     # A project's Makefile and Dockerfile install in the same way.
     pinned = ["-c", str(REPOSITORY / "requirements.txt"), "-r", str(project)]
