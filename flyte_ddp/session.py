@@ -182,7 +182,7 @@ def batches(
 
     made = EpochBatches(
         *(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle),
-        mesh=mesh,
+        shared_by=mesh,
         num_samples=num_samples,
     )
     track = None

@@ -140,6 +140,17 @@ class RankNotes:
         """Return the note of a rank; None for nothing yet."""
         return self._get(f"{self.name}/{rank}")
 
+    def await_note(self, rank: int, seconds: float) -> Any:
+        """Return the note of a rank as soon as it is there; None for nothing after `seconds`."""
+        key = f"{self.name}/{rank}"
+        with contextlib.suppress(RuntimeError):
+            self.store.wait([key], timedelta(seconds=seconds))
+        return self._get(key)
+
+    def delete(self, rank: int) -> None:
+        """Delete the note of a rank."""
+        self.store.delete_key(f"{self.name}/{rank}")
+
     def gather(self, value: Any, number: int, seconds: float) -> list[Any]:
         """Write a value, and return the values of all ranks. Every rank calls it.
 

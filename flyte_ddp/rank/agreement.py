@@ -131,6 +131,61 @@ def check_in_store(facts: Facts, read: Read, notes: RankNotes, ranks: Sequence[i
         compare("session.batches: ", first, second, where, there, remedy, read)
 
 
+def check_together(
+    place: str, facts: Facts, read: Read, notes: RankNotes, ranks: Sequence[int], seconds: float
+) -> None:
+    """Check that these ranks have the same facts. Each of them calls it, and all raise the same
+    error.
+
+    The first rank compares. So a store with many ranks has few questions to answer.
+
+    Args:
+        place: the beginning of the error.
+        notes: the ranks' notes for this comparison alone.
+        seconds: time to wait for another rank.
+
+    Raises:
+        ConfigError: the facts differ, or a rank does not call; names the field and the rank.
+    """
+    first = ranks[0]
+    verdicts = replace(notes, name=f"{notes.name}-verdict")
+    if notes.world.rank == first:
+        error = _find_error(place, facts, read, notes, ranks, seconds)
+        verdicts.write(error)
+    else:
+        notes.write(facts)
+        error = verdicts.await_note(first, 2 * seconds)  # the first rank waits for others, too
+        if error is None:
+            error = _describe_absence(place, first, seconds)
+    if error:
+        raise ConfigError(error)
+
+
+def _find_error(
+    place: str, facts: Facts, read: Read, notes: RankNotes, ranks: Sequence[int], seconds: float
+) -> str:
+    """Return the first difference of another rank's facts from the first rank's; "" for none."""
+    for rank in ranks[1:]:
+        theirs = notes.await_note(rank, seconds)
+        if theirs is None:
+            return _describe_absence(place, rank, seconds)
+        notes.delete(rank)
+        where, there = f" on all ranks, as on rank {ranks[0]}", f" on rank {rank}"
+        remedy = (
+            ": every rank needs the same data, seed and state, and takes its own part of each "
+            f"batch; {REMEDY}"
+        )
+        try:
+            compare(place, facts, theirs, where, there, remedy, read)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def _describe_absence(place: str, rank: int, seconds: float) -> str:
+    return f"{place}expected a loop on every rank, got none on rank {rank} for {seconds:g} s"
+
+
 def check_checkpoint(
     recipe: Recipe, facts: Facts, read: Read, checkpoint: Mapping[str, Any], url: str
 ) -> None:

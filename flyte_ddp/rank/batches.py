@@ -1,15 +1,17 @@
 """The samples of a loop of a user's own, shared as a recipe's: the same batches at any number of
 ranks.
 
-`session.batches` is the way in. Knows neither the session nor checkpoints.
+`session.batches` and `flyte_ddp.data.loader` are the ways in. Knows neither the session nor
+checkpoints.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples
+from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples, compare
 from flyte_ddp.rank.data import (
     SeededDataset,
     as_stream,
@@ -63,12 +65,14 @@ class EpochBatches:
     collate_fn: Callable[[Sequence[Any]], Any] | None
     shuffle: bool = True
     first: int = 0  # samples of the epoch that are done
-    mesh: DeviceMesh | None = None  # the ranks that share the samples; None for all ranks
+    # the ranks that share the samples, or this rank's share among them; None for all ranks
+    shared_by: DeviceMesh | Share | None = None
     # counts the samples of a batch, if `collate_fn` leaves samples out; None if it keeps all
     num_samples: Callable[[Any], int] | None = None
     # is called before the first batch, with some samples by their numbers and a function that
     # reads them once more
     check: Check | None = None
+    caller: str = "session.batches"  # the function that errors name
 
     def __post_init__(self) -> None:
         for name, minimum in (
@@ -79,18 +83,18 @@ class EpochBatches:
         ):
             value = getattr(self, name)
             if value is not None or name != "epoch":
-                value = whole_number(f"session.batches: {name}", value, minimum)
+                value = whole_number(f"{self.caller}: {name}", value, minimum)
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "shuffle", self.shuffle and self.epoch is not None)
         num_shares = self.share.num_shares
         if self.global_batch_size < num_shares:
             raise ConfigError(
-                f"session.batches: global_batch_size: expected at least {num_shares}, a sample "
-                f"for each rank, got {self.global_batch_size}"
+                f"{self.caller}: global_batch_size: expected at least {num_shares}, a sample for "
+                f"each rank, got {self.global_batch_size}"
             )
         if self.length is None and self.num_workers > 1:
             raise ConfigError(
-                "session.batches: num_workers: expected at most 1 for an iterable data set, which "
+                f"{self.caller}: num_workers: expected at most 1 for an iterable data set, which "
                 f"each of them would read whole, got {self.num_workers}"
             )
 
@@ -105,13 +109,20 @@ class EpochBatches:
         return len(self.dataset)
 
     @property
+    def num_batches(self) -> int:
+        """The number of batches in a whole epoch, even if some are done."""
+        if self.length is None:
+            raise TypeError(f"{self.caller}: an iterable data set has no length")
+        return -(-self.length // self.global_batch_size)
+
+    @property
     def readers(self) -> list[int] | None:
         """The ranks that read the same data set; None for all ranks.
 
-        If `mesh` is a part of a mesh, the ranks of the whole mesh count: the ranks of a
+        If a part of a mesh shares the samples, the ranks of the whole mesh count: the ranks of a
         tensor-parallel group read the same samples.
         """
-        root = getattr(self.mesh, "_get_root_mesh", lambda: None)()
+        root = getattr(self.shared_by, "_get_root_mesh", lambda: None)()
         if root is None:
             return None
         return sorted(root.mesh.flatten().tolist())
@@ -119,12 +130,15 @@ class EpochBatches:
     @property
     def share(self) -> Share:
         """The share of this rank in each global batch."""
-        if self.mesh is None:
+        if isinstance(self.shared_by, Share):
+            return self.shared_by
+        if self.shared_by is None:
             return Share(*rank_and_world_size())
         index = 0
-        for size, place in zip(self.mesh.shape, self.mesh.get_coordinate() or (), strict=True):
+        mesh = self.shared_by
+        for size, place in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
             index = index * size + place
-        return Share(index, self.mesh.size())
+        return Share(index, mesh.size())
 
     def __iter__(self) -> Iterator[tuple[Any, float, int]]:
         """Yield this rank's batch, its weight, and the number of samples of the epoch that are done
@@ -149,6 +163,40 @@ class EpochBatches:
             return {}
         return stream.describe_order(self.global_batch_size, self.seed)
 
+    @property
+    def call(self) -> dict[str, Any]:
+        """The plain values that every state of these batches has in common."""
+        length = self.length
+        if self.stream:  # shards may be added to a stream between two epochs
+            length = None
+        return {
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "dataset: number of samples": length,
+        }
+
+    def continue_order(self, known: Mapping[str, Any], where: str) -> EpochBatches:
+        """Return these batches in the `known` order of a stream.
+
+        Args:
+            where: where the known order comes from, for the error.
+
+        Raises:
+            ConfigError: the data have another order.
+        """
+        if not (self.stream and known):
+            return self
+        continued = dataclasses.replace(self, dataset=self.stream.continue_order(known))
+        order, found = continued.describe_order(), continued
+        if not self.first:  # a new epoch may have another order and additional shards
+            found = self
+            names = [name for name in known if name in order and name.endswith("shards")]
+            known = {name: known[name] for name in names}
+            order = {name: order[name] for name in names}
+        remedy = ": other data need another place for the checkpoints"
+        compare(f"{self.caller}: ", dict(known), order, where, remedy=remedy)
+        return found
+
     def _plan(self, length: int) -> EpochPlan:
         return EpochPlan(
             length,
@@ -166,7 +214,7 @@ class EpochBatches:
         if self.check and self.stream:
             self.check({}, dict)  # the stream's order stands for the samples
         elif self.check:
-            self._check_items(self.check, choose_samples(length, self.seed))
+            self.check_items(self.check)
 
         def locate(batch: torch.Tensor) -> list[tuple[int, int]]:
             return [(plan.epoch, index) for index in share.cut(batch).tolist()]
@@ -193,10 +241,11 @@ class EpochBatches:
             return list(range(begin, end))
         return self._plan(self.length).samples(begin, end).tolist()
 
-    def _check_items(self, check: Check, chosen: list[int]) -> None:
-        """Read these samples for `check`. A loader process reads them if the run has some: its open
+    def check_items(self, check: Check) -> None:
+        """Read some samples for `check`. A loader process reads them if the run has some: its open
         files are its own.
         """
+        chosen = choose_samples(len(self.dataset), self.seed)
         # Each sample is a batch of its own, because unreadable samples are left out of a batch.
         plan, num_workers = [[(0, index)] for index in chosen], min(1, self.num_workers)
 
@@ -236,7 +285,7 @@ class EpochBatches:
             done = sum(1 for _ in itertools.islice(stream, self.first))
         if done < self.first:
             raise ConfigError(
-                f"session.batches: dataset: expected at least the {self.first} samples that the "
+                f"{self.caller}: dataset: expected at least the {self.first} samples that the "
                 f"checkpoint's epoch had done, got {done}"
             )
         while True:
@@ -255,13 +304,13 @@ class EpochBatches:
             made = self._make(mine)
             if made is None:
                 raise ConfigError(
-                    f"session.batches: collate_fn: expected a batch of {len(mine)} samples of an "
+                    f"{self.caller}: collate_fn: expected a batch of {len(mine)} samples of an "
                     "iterable data set, where no other sample can stand in for them, got None"
                 )
             yield made, weight * self._share_kept(made, len(mine)), done
         if not done:
             raise ConfigError(
-                "session.batches: dataset: expected an iterable that begins anew in each epoch, "
+                f"{self.caller}: dataset: expected an iterable that begins anew in each epoch, "
                 "as a generator does not, got an empty one"
             )
 
@@ -312,11 +361,7 @@ class Batches(IterableDataset[tuple[Any, float]]):
     track: Track | None
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
-        if get_worker_info() is not None:
-            raise ConfigError(
-                "session.batches: num_workers: expected 0 of a DataLoader around it: "
-                "session.batches has its own num_workers"
-            )
+        refuse_loader_process(self.batches.caller)
         if self.track is not None:
             yield from self.track(self.batches)
         else:
@@ -325,9 +370,7 @@ class Batches(IterableDataset[tuple[Any, float]]):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, even if some are done."""
-        if self.batches.length is None:
-            raise TypeError("session.batches: an iterable data set has no length")
-        return -(-self.batches.length // self.batches.global_batch_size)
+        return self.batches.num_batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state: torchdata's StatefulDataLoader then skips no batches itself."""
@@ -335,6 +378,15 @@ class Batches(IterableDataset[tuple[Any, float]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Change nothing."""
+
+
+def refuse_loader_process(caller: str) -> None:
+    """Raise ConfigError in a loader process: each process would yield all batches."""
+    if get_worker_info() is not None:
+        raise ConfigError(
+            f"{caller}: num_workers: expected 0 of a DataLoader around it: {caller} has its own "
+            "num_workers"
+        )
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -105,6 +106,14 @@ def group_timeout(device: torch.device) -> timedelta:
     except AttributeError:
         return timedelta.max
     return timeout
+
+
+def open_group_store() -> Store | None:
+    """Return a new connection to the store where the default group met; None without one."""
+    try:
+        return dist.distributed_c10d._get_default_store().clone()
+    except (AttributeError, RuntimeError):  # not every kind of store can be opened twice
+        return None
 
 
 def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:

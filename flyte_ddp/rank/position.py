@@ -210,9 +210,7 @@ class DataPosition:
         if is_again:
             self._sets.pop()
         self._left = None
-        call: dict[str, Any] = {"shuffle": batches.shuffle, "seed": batches.seed}
-        if not batches.stream:  # shards may be added to a stream between two epochs
-            call["dataset: number of samples"] = batches.length
+        call = batches.call
         earlier: dict[str, Any] = {}
         number, found = len(self._sets), self.resumed["sets"]
         if number < len(found) and epoch <= self.first_epoch:
@@ -246,24 +244,11 @@ class DataPosition:
         Raises:
             ConfigError: the data have another order than in the checkpoint.
         """
-        from flyte_ddp.rank.agreement import compare
-
-        if batches.stream and known:
-            dataset = batches.stream.continue_order(known)
-            continued = dataclasses.replace(batches, dataset=dataset)
-            order = continued.describe_order()
-            if first:
-                batches = continued
-            else:  # a new epoch may have another order and additional shards
-                names = [name for name in known if name in order and name.endswith("shards")]
-                known = {name: known[name] for name in names}
-                order = {name: order[name] for name in names}
-            remedy = ": other data need another place for the checkpoints"
-            compare(PLACE, known, order, WRITTEN, remedy=remedy)
+        batches = dataclasses.replace(batches, first=first).continue_order(known or {}, WRITTEN)
         own = self._sets[-1]
         own["order"] = batches.describe_order()
         check = self.checks.choose(batches, f"{self.epoch}-{len(self._sets) - 1}", own)
-        return dataclasses.replace(batches, first=first, check=check)
+        return dataclasses.replace(batches, check=check)
 
     def _follow(self, loop: _Loop, batches: EpochBatches) -> Iterator[tuple[Any, float]]:
         """Yield batches, and note the position behind each of them.

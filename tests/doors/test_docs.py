@@ -45,7 +45,10 @@ FIGURES = REPOSITORY / "benchmarks/README.md"
 # packages that not every environment has: tests/doors/test_how_to.py runs their blocks where they
 # are
 PACKAGES = ("datasets", "onnxscript", "peft")
-NEEDS = ("cluster", "gpu", "network", "hours", "registry", "helm", "flyte", *PACKAGES)
+NEEDS = (
+    *("cluster", "gpu", "network", "hours", "registry", "helm", "flyte", "torchtitan"),
+    *PACKAGES,
+)
 # many short blocks of Python: tests/doors/test_how_to.py runs them in one process
 SHORT = REPOSITORY / "docs/how-to.md"
 BLOCK = re.compile(

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import flyte_ddp
 from flyte_ddp import flyte2, session
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.data import Mixture, Shards
+from flyte_ddp.data import Mixture, Shards, loader
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import EpochFinished, Prediction, Reported
 from flyte_ddp.recipes.base import Recipe
@@ -48,6 +48,7 @@ FURTHER = [
     ("flyte_ddp.launch.run", "RunResult"),
     ("flyte_ddp.launch.train", "Trained"),
     ("flyte_ddp.prediction.predict", "Predictions"),
+    ("flyte_ddp.rank.loader", "loader"),
     ("flyte_ddp.studies.sweep", "Swept"),
 ]
 # functions for the library's own modules
@@ -68,6 +69,7 @@ GIVEN = {
     "functional": functional,
     "io": io,
     "json": json,
+    "loader": loader,
     "nn": nn,
     "numpy": numpy,
     "os": os,

@@ -16,6 +16,7 @@ NAMES = {
         "_check_reducer_finalized",
         "_get_ddp_logging_data",
         "_get_backend",
+        "_get_default_store",
         "_timeout",
     },
     "rank/collectives.py": {"_world"},  # torch's flight recorder; imports no torch
