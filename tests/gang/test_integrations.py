@@ -57,8 +57,9 @@ class Listener(events.Listener):
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     pytest.importorskip(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path))
-    # The fault comes in the middle of the second epoch; the last checkpoint is of step 16.
-    fault = tmp_path / "step-17-1-9"
+    # The fault comes in the middle of the second epoch; the last checkpoint is of step 16. It ends
+    # the rank that writes it, which waits for it.
+    fault = tmp_path / "step-17-0-9"
     fault.touch()
     options = {"checkpoints": str(tmp_path / "checkpoints")}
     with pytest.raises(RankFailure, match="SIGKILL"):
