@@ -27,7 +27,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.events.kinds import Figures, Timed
 from flyte_ddp.launch.agent.link import Link
-from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.control import driver, states
 from flyte_ddp.launch.control.causes import find_cause
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.stalls import stall_failure
@@ -137,6 +137,23 @@ def test_a_kind_of_node_of_ones_own_trains_and_resumes_to_the_same_weight(tmp_pa
     assert disturbed.weights == undisturbed.weights
     assert disturbed.faults == []
     assert undisturbed.weights[0] == pytest.approx(3, abs=1e-3)
+
+
+class Mute(OwnPlace):
+    """A node that never says that its ranks are gone."""
+
+    def messages(self):
+        if isinstance(self.command, Kill):
+            return
+        yield from super().messages()
+
+
+def test_a_node_whose_state_in_memory_is_given_up_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(states, "KILL_TIMEOUT", 0.05)
+    place = Mute((3, KILLED))
+    train(place, tmp_path)
+    assert place.faults == []
+    assert "this machine did not confirm the end of its ranks" in caplog.text
 
 
 @pytest.mark.parametrize(("is_kept", "expected"), [(True, {"address"}), (False, {""})])

@@ -20,6 +20,7 @@ from flyte_ddp.launch.control.causes import (
 )
 from flyte_ddp.launch.control.states import (
     KILL_TIMEOUT,
+    REPORT_TIMEOUT,
     Departure,
     Ended,
     Facts,
@@ -207,7 +208,7 @@ def test_whatever_happens_a_gang_only_goes_towards_its_end_and_gets_there(steps)
                 assert state.deadline <= before.deadline  # never later
         if isinstance(state, Stopping) and state.why is Why.NODES_LEAVE and state != before:
             gone_at = min(each.gone_at for each in facts.departures)
-            assert state.deadline - KILL_TIMEOUT <= max(facts.now, gone_at - BEAT_INTERVAL)
+            assert state.deadline - REPORT_TIMEOUT <= max(facts.now, gone_at - BEAT_INTERVAL)
         if None not in facts.outcomes:
             assert isinstance(state, Ended)
         facts = dataclasses.replace(facts, now=facts.now + seconds)

@@ -81,7 +81,7 @@ class Bereaved(Normed):
         time.sleep(600)
 
 
-def wait_for_copies(seconds=5):
+def wait_for_copies(seconds=60):
     """Wait until this rank's newest part of a state in memory is where it has to be: that takes
     long on busy cores.
     """

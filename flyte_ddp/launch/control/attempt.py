@@ -7,6 +7,7 @@ the failure that counts.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from flyte_ddp.launch.control.paces import PaceWatch
 from flyte_ddp.launch.control.stall_watch import StallWatch
 from flyte_ddp.launch.control.states import (
     KILL_TIMEOUT,
+    REPORT_TIMEOUT,
     Departure,
     Ended,
     Facts,
@@ -49,6 +51,8 @@ from flyte_ddp.launch.protocol.messages import (
 )
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -134,10 +138,17 @@ class Attempt:
     def _enter(self, state: State) -> None:
         self.state = state
         if isinstance(state, Stopping):
-            grace = max(0.0, state.deadline - KILL_TIMEOUT - time.monotonic())
+            grace = max(0.0, state.deadline - REPORT_TIMEOUT - time.monotonic())
             self.nodes.send(Stop(state.reason, grace))
         elif isinstance(state, Killing):
             self.nodes.send(Kill())
+        elif isinstance(state, Ended):
+            for node in self.nodes.nodes:
+                if node.end is None:
+                    logger.warning(
+                        "%s did not confirm the end of its ranks: a state in its memory is lost",
+                        node,
+                    )
 
     @property
     def departures(self) -> list[Departure]:

@@ -28,6 +28,8 @@ from flyte_ddp.launch.protocol.messages import KILL_GRACE, Outcome
 TRAINING_SHARE = 0.5
 # seconds for the nodes to confirm that their ranks are gone: what an agent takes, and the network
 KILL_TIMEOUT = KILL_GRACE + 2.0
+# seconds after the time to stop for the nodes to report that their ranks have ended
+REPORT_TIMEOUT = 7.0
 
 
 class Why(enum.Enum):
@@ -139,13 +141,13 @@ def _ask_to_stop(after: Stopping | None, facts: Facts) -> Stopping | None:
     if after and after.why is Why.RUN_ENDS:
         return None
     if facts.stop_reason:
-        deadline = facts.now + facts.stop_grace + KILL_TIMEOUT
+        deadline = facts.now + facts.stop_grace + REPORT_TIMEOUT
         return Stopping(Why.RUN_ENDS, facts.stop_reason, deadline)
     if _must_leave(after, facts):
         return _leave(after, facts)
     if not after and not facts.departures and facts.is_stoppable and facts.larger:
         reason = f"the gang grows from {len(facts.outcomes)} to {facts.larger} nodes"
-        return Stopping(Why.GANG_GROWS, reason, facts.now + facts.save_timeout + KILL_TIMEOUT)
+        return Stopping(Why.GANG_GROWS, reason, facts.now + facts.save_timeout + REPORT_TIMEOUT)
     return None
 
 
@@ -167,7 +169,7 @@ def _leave(after: Stopping | None, facts: Facts) -> Stopping:
         reason = f"{leaving[0].node} leaves"
     # Ranks that have not ended are killed a beat before the first node is gone.
     ends_at = max(facts.now, min(each.gone_at for each in leaving) - BEAT_INTERVAL)
-    deadline = ends_at + KILL_TIMEOUT
+    deadline = ends_at + REPORT_TIMEOUT
     if after:
         deadline = min(deadline, after.deadline)
     return Stopping(Why.NODES_LEAVE, reason, deadline, len(leaving))

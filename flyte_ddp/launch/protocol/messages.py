@@ -42,8 +42,10 @@ from flyte_ddp.launch.protocol.ranks import NodeRanks
 
 # seconds for the kernel to end killed processes, and for their new parent to reap them
 DEATH_GRACE = 2.0
-# seconds for an agent to notice that it has to end its ranks, and to do it
-KILL_GRACE = DEATH_GRACE + 3.0
+# Seconds for an agent to notice that it has to end its ranks, and to do it. A killed process that
+# uses GPUs takes seconds to give their memory back. An agent that gives up earlier loses the state
+# in its own memory.
+KILL_GRACE = DEATH_GRACE + 13.0
 # phases of a rank's own time in a step; the last is the whole step of a function
 PHASES = ("data", "forward", "backward", "step")
 
