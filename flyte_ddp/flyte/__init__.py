@@ -25,7 +25,6 @@ _HOMES = {
     "TrainingOverrides make_overrides",
     "flyte_ddp.flyte.outputs": "RetrainingOutputs TrainingOutputs",
     "flyte_ddp.flyte.prediction": "PredictionOutputs predict",
-    "flyte_ddp.flyte.preparation": "Prepared PreparedData prepare",
     "flyte_ddp.flyte.registration": "inner_branch launch_plan",
     "flyte_ddp.flyte.resources": "TRAINING_CACHE pod wandb_link",
     "flyte_ddp.flyte.retraining": "CLUSTER NOTHING NOW ONE_NODE Retraining RetrainingPlan "
@@ -34,7 +33,7 @@ _HOMES = {
     "flyte_ddp.project.settings": "SETTINGS",
     "flyte_ddp.flyte.study": "CheckedStudy ScalingOutputs SweepOutputs "
     "check_scaling check_sweep train_at_world_sizes train_sweep",
-    "flyte_ddp.flyte.training": "train_on_cluster train_on_one_node",
+    "flyte_ddp.flyte.training": "Prepared PreparedData prepare train_on_cluster train_on_one_node",
 }
 
 

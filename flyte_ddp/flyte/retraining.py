@@ -23,8 +23,8 @@ from flyte_ddp.flyte.inputs import (
     OptionalSource,
 )
 from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
-from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.task import check_config_places, check_files, check_urls, task_body
+from flyte_ddp.flyte.training import PreparedData, prepare
 from flyte_ddp.process.devices import check_requested_gpus
 from flyte_ddp.promotion.policy import PromotionCriteria, PromotionResult
 from flyte_ddp.task_run import retraining as core

@@ -19,6 +19,7 @@ from flyte_ddp.flyte2.task import (
     open_task_run,
     project_tracking,
 )
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.train import open_data
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import write_card
@@ -152,7 +153,9 @@ def run_training(
     """
     if cluster:
         prepare()
-    trained = train_recipe(run, recipe, config, prepare, cluster, num_processes, parent_champion)
+    trained = train_recipe(
+        run, recipe_program(recipe, config), prepare, cluster, num_processes, parent_champion
+    )
     write_card(trained.finished.export_url, trained.card)
     say_figures(run, trained.state)
     return trained

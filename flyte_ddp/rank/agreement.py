@@ -28,9 +28,10 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.data.contents import is_comparable
 from flyte_ddp.data.order import ORDER
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
+from flyte_ddp.rank.data import Samples, isolate_draws
 from flyte_ddp.rank.fast_start import group_timeout
 from flyte_ddp.rank.nested import parts_in
+from flyte_ddp.rank.plan import as_stream
 from flyte_ddp.recipes import Recipe, list_class_names, locate
 from flyte_ddp.world import RankNotes, World
 

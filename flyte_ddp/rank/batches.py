@@ -24,7 +24,6 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples, compare
 from flyte_ddp.rank.data import (
     SeededDataset,
-    as_stream,
     check_count,
     collate_by,
     isolate_draws,
@@ -33,7 +32,7 @@ from flyte_ddp.rank.data import (
     seed_generators,
 )
 from flyte_ddp.rank.nested import collate
-from flyte_ddp.rank.plan import EpochPlan, Share, derived_seed
+from flyte_ddp.rank.plan import EpochPlan, Share, as_stream, derived_seed
 from flyte_ddp.rank.snapshot import unchanged
 
 if TYPE_CHECKING:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.data.ahead import fetch_ahead
+from flyte_ddp.world import World
 
 if TYPE_CHECKING:
     from flyte_ddp.data.mixture import Stream
@@ -127,6 +129,135 @@ class EpochPlan:
     def _list_own(self, number: int) -> list[int]:
         own: list[int] = self.share.cut(self.batch(number)).tolist()
         return own
+
+
+class Samples(Protocol):
+    """The samples of a data set: rank/data.py has the two kinds."""
+
+    weights: Tensor | None
+
+    @property
+    def dataset(self) -> Any: ...
+
+    @property
+    def index_device(self) -> torch.device: ...
+
+    def __len__(self) -> int: ...
+
+    def num_targets(self, indices: Tensor) -> float | Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """One rank's part of one global batch. All ranks have the same number of micro-batches, none of
+    them empty.
+    """
+
+    micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass
+    # the weights of the micro-batches' losses: 1, or 0 for a repeated sample in place of none
+    weights: Sequence[float]
+    # The loss is a mean over the targets. None if only the loaded targets show their number.
+    own_targets: float | Tensor | None  # number of targets in this shard
+    num_targets: float | Tensor | None  # number of targets in the whole global batch
+    num_samples: int  # number of samples in the whole global batch
+
+
+@dataclass(eq=False)
+class EpochShards:
+    """One rank's shards of an epoch's global batches, by number, the last and smaller batch
+    included.
+
+    All ranks run as many micro-batches, because layers such as SyncBatchNorm's communicate in each.
+    """
+
+    samples: Samples
+    plan: EpochPlan
+    size: int  # samples in a micro-batch
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, number: int) -> BatchShard:
+        if self.plan.stream is None:
+            return self._all[number]
+        return self.make(number, self.plan.batch(number))
+
+    @functools.cached_property
+    def _all(self) -> list[BatchShard]:
+        return [self.make(number, batch) for number, batch in enumerate(self.plan.batches())]
+
+    def __iter__(self) -> Iterator[BatchShard]:
+        return self.read()
+
+    def read(self, first: int = 0, end: int | None = None) -> Iterator[BatchShard]:
+        """Yield the shards of the batches from `first` up to `end`, which is excluded; by default
+        up to the last batch. Meanwhile the files of a stream's coming batches are fetched.
+        """
+        if self.plan.stream is None:
+            yield from self._all[first:end]
+            return
+        for number, batch in enumerate(self.plan.batches(first, end), first):
+            yield self.make(number, batch)
+
+    def make(self, number: int, batch: Tensor) -> BatchShard:
+        """Return this rank's shard of a global batch (B,)."""
+        share = self.plan.share
+        mine = share.cut(batch)[: share.count(len(batch))]
+        most = Share(0, share.num_shares).count(len(batch))
+        micro_batches = mine.tensor_split(-(-most // self.size))
+        parts, weights = [], []
+        for part in micro_batches:
+            if len(part):
+                parts.append(part)
+                weights.append(1.0)
+            else:  # a repeated sample keeps the number of passes equal on all ranks
+                parts.append(batch[:1])
+                weights.append(0.0)
+        return BatchShard(
+            micro_batches=parts,
+            weights=weights,
+            own_targets=self.samples.num_targets(mine),
+            num_targets=self.samples.num_targets(batch),
+            num_samples=len(batch),
+        )
+
+
+def epoch_shards(samples: Samples, config: TrainingConfig, world: World, epoch: int) -> EpochShards:
+    """Return this rank's shards of an epoch."""
+    plan = EpochPlan(
+        len(samples),
+        config.global_batch_size,
+        config.seed,
+        epoch,
+        Share(world.rank, world.world_size),
+        stream=as_stream(samples.dataset),
+        weights=samples.weights,
+        device=samples.index_device,
+    )
+    return EpochShards(samples, plan, config.batch.size_per_rank(world.world_size))
+
+
+def num_batches(samples: Samples, config: TrainingConfig) -> int:
+    """Return the number of global batches, and so of optimizer steps, of one epoch."""
+    return -(-len(samples) // config.global_batch_size)
+
+
+def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
+    """Return this rank's held-out samples, cut into evaluation batches. No sample is repeated, so a
+    rank may have none.
+    """
+    all_of_them = torch.arange(len(samples), device=samples.index_device)
+    mine = all_of_them[world.rank :: world.world_size]
+    if as_stream(samples.dataset):  # a rank with a contiguous part reads few shards
+        mine = all_of_them.tensor_split(world.world_size)[world.rank]
+    if not len(mine):
+        return []
+    return mine.split(config.evaluation_batch_size)  # type: ignore[no-any-return]
+
+
+def as_stream(dataset: Any) -> Stream | None:
+    """Return `dataset` if its samples are read in an order of its own, such as those of shards."""
+    return dataset if hasattr(dataset, "describe_order") else None
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:

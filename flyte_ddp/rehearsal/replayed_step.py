@@ -26,8 +26,8 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events.history import plain
-from flyte_ddp.rank.data import BatchShard, EpochShards, epoch_shards, num_batches
 from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.plan import BatchShard, EpochShards, epoch_shards, num_batches
 from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.sharding import whole
 from flyte_ddp.training.main import keep_beating, main, open_trainer

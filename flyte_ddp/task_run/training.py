@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, RankFailure
 from flyte_ddp.events import RunFinished, RunState, list_metrics
-from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports.run_card import run_card
@@ -29,14 +28,13 @@ class Trained:
 
 def train(
     run: TaskRun,
-    recipe: str,
-    config: TrainingConfig,
+    program: Program,
     data: Callable[[], str],
     cluster: ClusterConfig | None = None,
     num_processes: int = 0,
     parent_champion: str = "",
 ) -> Trained:
-    """Train `recipe` on the nodes of a new cluster, or on this task's machine.
+    """Train the recipe of `program` on the nodes of a new cluster, or on this task's machine.
 
     Args:
         data: function that returns the directory of the prepared data. It is called while the ranks
@@ -50,7 +48,6 @@ def train(
         gang = Gang(1, num_processes or "auto", ClusterConfig.max_restarts)
         failure = pod_failure(run.execution.previous_pod)
     origin = {**describe_origin(run.execution.name), "parent_champion": parent_champion}
-    program = recipe_program(recipe, config)
     labels = {"recipe": program.name}
     state = run.run(program, gang, data, labels=labels, origin=origin, earlier_failure=failure)
     assert state.finished is not None  # A run that does not finish raises.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
-from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
+from flyte_ddp.rank.data import Samples, open_samples
+from flyte_ddp.rank.plan import evaluation_shard
 from flyte_ddp.rank.sharding import reshard
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.training.contract import open_datasets, open_model

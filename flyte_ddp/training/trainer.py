@@ -15,7 +15,8 @@ from torch import nn
 
 from flyte_ddp.errors import NonFiniteLoss, StopRequested
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.data import BatchShard, EpochShards, Samples, epoch_shards, num_batches
+from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.plan import BatchShard, EpochShards, epoch_shards, num_batches
 from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.training.bad_steps import REMEDY, BadSteps, Rewound

@@ -23,8 +23,9 @@ from torch import Tensor
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import BadSample, StepFoundBad
 from flyte_ddp.events.kinds import MAX_NAMED
-from flyte_ddp.rank.data import BatchShard, Samples, isolate_draws
+from flyte_ddp.rank.data import Samples, isolate_draws
 from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.plan import BatchShard
 from flyte_ddp.training.progress import Progress
 from flyte_ddp.world import World
 

@@ -340,30 +340,6 @@ def test_the_table_of_a_recipes_options_has_each_with_its_default(recipe):
     assert found == expected
 
 
-def test_each_walk_through_the_code_names_what_is_there():
-    page = (REPOSITORY / "docs/architecture.md").read_text()
-    walks = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
-    steps = {
-        title: re.findall(r"`([\w/]+\.py): (\w+)`", text.replace("\n   ", " "))
-        for title, text in walks.items()
-    }
-    for path, name in sum(steps.values(), []):
-        code = (REPOSITORY / "flyte_ddp" / path).read_text()
-        assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
-    assert len({path for path, _ in steps["A killed rank's state, out and in again"]}) <= 10
-    assert len({path for path, _ in steps["Predictions of new data"]}) <= 8
-    assert len(steps["`session.save` of a function"]) <= 10 + 1  # The walk also calls back up once.
-    for title, max_functions, max_rooms in (
-        ("A hyperparameter, from the command line to its use", 10, 6),
-        ("A schedule, to a promotion", 21, 10),
-    ):
-        assert 0 < len(steps[title]) <= max_functions
-        assert len({str(Path(path).parent) for path, _ in steps[title]}) <= max_rooms
-    title = next(each for each in walks if each.startswith("SIGTERM on a worker"))
-    assert len({path for path, _ in steps[title]}) <= 12
-    assert len(re.findall(r"^\d+\. ", walks[title], re.MULTILINE)) - 1 <= 7  # hops
-
-
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
     from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
     from flyte_ddp.config import TrainingConfig

@@ -16,12 +16,11 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import (
     LoadedSamples,
     TensorSamples,
-    epoch_shards,
-    evaluation_shard,
     open_samples,
     take_sample,
     weigh_samples,
 )
+from flyte_ddp.rank.plan import epoch_shards, evaluation_shard
 from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.training.evaluation import evaluate
 from flyte_ddp.training.parallel import Parallelism

@@ -135,7 +135,8 @@ def test_batches_of_data_too_large_for_the_gpu_do_not_wait_for_it(gpu, monkeypat
     from torch.utils.data import TensorDataset
 
     from flyte_ddp.config import TrainingConfig
-    from flyte_ddp.rank.data import epoch_shards, open_samples
+    from flyte_ddp.rank.data import open_samples
+    from flyte_ddp.rank.plan import epoch_shards
     from flyte_ddp.world import World
     from tests.support.recipes import Sequences
 
