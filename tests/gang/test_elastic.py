@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 
 import psutil
@@ -116,7 +117,7 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
     config = ClusterConfig(
         kind="existing",
         scheduler_address=scheduler,
-        node_timeout=5,
+        node_timeout=10,
         min_nodes=1,
         return_timeout=1,
         start_timeout=60,
@@ -135,7 +136,7 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
             new_run(tmp_path), client, config, at_steps=[(3, fall_silent)], checkpoint_interval=2
         )
         assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
-        assert "it has been silent for 5 s" in caplog.text
+        assert re.search(r"it has been silent for \d+ s \(node_timeout: 10\)", caplog.text)
         for process in stopped:  # the first, the node, may end its ranks before their turn
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
