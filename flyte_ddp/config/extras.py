@@ -15,6 +15,7 @@ EXTRAS = {
     "huggingface_hub": "text",
     "matplotlib": "reports",
     "mlflow": "mlflow",
+    "opentelemetry": "otel",
     "optuna": "sweep",
     "pandas": "sweep",
     "pyarrow": "streams",

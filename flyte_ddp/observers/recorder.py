@@ -84,10 +84,8 @@ class Sender:
     _recording: Future[None] | None = field(default=None, init=False)  # set by the first event
     # The run's own state. The thread reads it at the end only, when it changes no more.
     _state: RunState = field(default_factory=RunState, init=False)
-    # events, and at last the status at the end
-    _queue: queue.Queue[Event | str] = field(
-        default_factory=lambda: queue.Queue(MAX_EVENTS), init=False
-    )
+    # events, or what a sender makes of them, and at last the status at the end
+    _queue: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(MAX_EVENTS), init=False)
 
     def close(self, error: BaseException | None) -> None:
         """Finish the service's run. Wait at most `close_timeout`."""
@@ -105,7 +103,7 @@ class Sender:
         self._state = state
         self._put(event)
 
-    def _put(self, item: Event | str) -> None:
+    def _put(self, item: Any) -> None:
         """Put an event, or the status at the end, into the queue."""
         if self.is_off:
             return
@@ -144,8 +142,8 @@ class Sender:
             f"{message}{self.hint}"
         )
 
-    def _record(self, event: Event) -> None:
-        """Take the next event."""
+    def _record(self, item: Any) -> None:
+        """Take the next event, or whatever else was put into the queue."""
 
     def _send(self) -> None:
         """Send what waits; called whenever the queue is empty."""

@@ -261,6 +261,7 @@ def test_the_extras_are_those_of_the_messages():
     distributions = {
         "huggingface_hub": "huggingface-hub",
         "mlflow": "mlflow-skinny",
+        "opentelemetry": "opentelemetry-sdk",
         "sklearn": "scikit-learn",
     }
     assert set(EXTRAS.values()) < extras.keys()

@@ -110,6 +110,7 @@ HOMES = {
     "lightning": ("flyte_ddp.integrations.lightning",),
     "mlflow": ("flyte_ddp.observers.mlflow",),
     "accelerate": ("flyte_ddp.integrations.accelerate",),
+    "opentelemetry": ("flyte_ddp.observers.traces",),
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -48,6 +49,7 @@ from flyte_ddp.launch.control.stored_steps import StoredSteps
 from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
+from flyte_ddp.observers.traces import Traces, make_traces
 from flyte_ddp.process.invocation import COMMAND_VARIABLE, find_flyte_ddp_command
 from flyte_ddp.process.standard_streams import open_standard_streams, print_line
 from flyte_ddp.process.threads import call_in_background
@@ -140,12 +142,12 @@ def run(
             job, storage = stack.enter_context(_own_checkpoints(job))
         if program.missing_state and not (storage and stored_steps(storage.url)):
             raise ConfigError(program.missing_state)
-        dispatcher = stack.enter_context(Dispatcher(listeners, state))
+        name = f"training-{uuid.uuid4().hex[:12]}"
+        dispatcher = stack.enter_context(Dispatcher([*listeners, *_make_traces(job, name)], state))
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
         prepared = None
         if data:
             prepared = call_in_background(data)
-        name = f"training-{uuid.uuid4().hex[:12]}"
         own = Run(
             *(name, place, job, storage, stop, dispatcher.emit),
             relay=lambda line: show(redact_url(line)),
@@ -169,6 +171,18 @@ def run(
 def _library_at_start() -> str:
     """Return the digest of the library at the first run of this process, which has imported it."""
     return compute_library_digest()
+
+
+def _make_traces(job: Job, name: str) -> list[Traces]:
+    """Return the listener that sends spans, if there is one. All drivers of a run give it the same
+    id. `name` is the id of a run that has only this process.
+    """
+    run = job.run or name
+    if not job.run and job.is_kept and job.checkpoints:
+        run = job.checkpoints
+        if Storage(job.checkpoints).is_local:
+            run = f"{socket.gethostname()}:{job.checkpoints}"
+    return make_traces(run)
 
 
 @contextlib.contextmanager
