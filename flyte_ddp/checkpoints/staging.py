@@ -58,7 +58,8 @@ class _Copy:
 
     def __init__(self, reused: list[UntypedStorage]) -> None:
         self._reused = iter(reused)
-        self.buffers: dict[int, UntypedStorage] = {}  # copies by the addresses of the storages
+        # copies by address and size of the storages
+        self.buffers: dict[tuple[int, int], UntypedStorage] = {}
         self.devices: set[torch.device] = set()  # GPUs that are copied from
         # alive until the end: `buffers` knows their memory by its address
         self._resolved: list[torch.Tensor] = []
@@ -73,9 +74,10 @@ class _Copy:
             value = value.detach().resolve_conj().resolve_neg()
             self._resolved.append(value)
         source = value.untyped_storage()
-        if source._cdata not in self.buffers:
-            self.buffers[source._cdata] = self._copy_storage(source)
-        buffer = self.buffers[source._cdata]
+        place = source.data_ptr(), source.nbytes()
+        if place not in self.buffers:
+            self.buffers[place] = self._copy_storage(source)
+        buffer = self.buffers[place]
         copy = torch.empty(0, dtype=value.dtype)
         return copy.set_(buffer, value.storage_offset(), value.size(), value.stride())
 

@@ -287,7 +287,7 @@ class ShardCache:
             size, copy = int(shard.sizes[part]), functools.partial(shard.make_part, part)
         with lock_file(self._lock_of(path)):
             if not self._touch(entry, part):
-                with _room_for_reads(os.getpid()):
+                with room_for_reads(os.getpid()):
                     self._make_room(size)
                     if part == WHOLE:
                         make_file(self.source, entry, kind, f"{path}.part")
@@ -368,7 +368,7 @@ def _name_file(
 
 
 @functools.lru_cache(maxsize=1)
-def _room_for_reads(process: int) -> threading.Semaphore:
+def room_for_reads(process: int) -> threading.Semaphore:
     """Return the semaphore for files that are made at once. A forked process gets a new one."""
     return threading.Semaphore(CONCURRENT_READS)
 

@@ -203,7 +203,7 @@ class TarShard(ByteShard):
 
     def decode(self, contents: bytes) -> Fields:
         fields: Fields = {}
-        for _, name, begin, size in _read_members(contents):
+        for _, name, begin, size in read_members(contents):
             match = _MEMBER.fullmatch(name)
             if match:
                 fields[KEY], extension = match[1], match[2].lower()
@@ -241,10 +241,10 @@ def _read_fields(
     """Yield the fields in a tar file.
 
     Each is yielded as a tuple: whether it is the sample's first field, the sample's key, the
-    field's name, and the numbers of `_read_members`.
+    field's name, and the numbers of `read_members`.
     """
     key = None
-    for first, name, begin, size in _read_members(contents, has_end=True):
+    for first, name, begin, size in read_members(contents, has_end=True):
         match = _MEMBER.fullmatch(name)
         if match:
             yield match[1] != key, match[1], match[2].lower(), (first, begin, size)
@@ -270,7 +270,7 @@ def _check_fields(contents: bytes | mmap.mmap) -> None:
         names.add(name)
 
 
-def _read_members(
+def read_members(
     contents: bytes | mmap.mmap, has_end: bool = False
 ) -> Iterator[tuple[int, str, int, int]]:
     """Yield the files in a tar file, or in a piece of a tar file without its end.

@@ -25,23 +25,23 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
 NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, PictureShown)
 
 
-def _restore(value: Any, hint: Any) -> Any:
+def restore_value(value: Any, hint: Any) -> Any:
     """Return a plain value as what its type hint says: an object of a dataclass, or NaN for a
     number that is null.
     """
     if dataclasses.is_dataclass(hint):
         kind: Any = hint
         return kind(
-            **{name: _restore(each, _find_hints(kind)[name]) for name, each in value.items()}
+            **{name: restore_value(each, _find_hints(kind)[name]) for name, each in value.items()}
         )
     *_, part = Any, *typing.get_args(hint)
     match value:
         case None if hint is float:
             return math.nan
         case list():
-            return [_restore(each, part) for each in value]
+            return [restore_value(each, part) for each in value]
         case dict():
-            return {name: _restore(each, part) for name, each in value.items()}
+            return {name: restore_value(each, part) for name, each in value.items()}
     return value
 
 
@@ -99,7 +99,7 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
             del values["time"]
             kind = values.pop("event")
             if kind != TimeSpent.__name__:  # the account follows from the other lines
-                events.append(_restore(values, KINDS[kind]))
+                events.append(restore_value(values, KINDS[kind]))
         except (ValueError, KeyError, TypeError) as error:
             text = line[:MAX_SHOWN].decode(errors="replace")
             raise ValueError(

@@ -13,6 +13,16 @@ from flytekit.loggers import logger as flytekit_logger
 DECK_NAME = "Training"
 
 
+class _ReportDeck(Deck):  # type: ignore[misc]
+    """A Deck whose content is replaced."""
+
+    page = ""
+
+    @property
+    def html(self) -> str:
+        return self.page
+
+
 def open_deck() -> Callable[[str], None] | None:
     """Return the function that shows a fragment of HTML as the Deck "Training" of the current task;
     None outside a task with Decks.
@@ -20,10 +30,10 @@ def open_deck() -> Callable[[str], None] | None:
     parameters = FlyteContextManager.current_context().user_space_params
     if parameters is None or not parameters.enable_deck:
         return None
-    own = Deck(DECK_NAME)
+    own = _ReportDeck(DECK_NAME)
 
     def publish(html: str) -> None:
-        own._html = html
+        own.page = html
         try:
             Deck.publish()  # flytekit itself logs most errors.
         except OSError as error:  # The local disk is full or not writable.

@@ -122,7 +122,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
                     f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
                 )
             prefix = context.file_access.raw_output_prefix
-            _check_places(gang, inputs, self.interface.outputs, prefix)
+            check_reachable(gang, inputs, self.interface.outputs, prefix)
             run.limit_time(config.max_hours)
             program = self._program(inputs, prefix, parameters)
             fields: dict[str, Any] = {"is_kept": not is_local}
@@ -183,7 +183,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         )
 
 
-def _check_places(
+def check_reachable(
     gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str
 ) -> None:
     """Raise ConfigError for a local file as input, or for local outputs, if the ranks are on other

@@ -155,12 +155,12 @@ class ObjectTransformer(OptionalTransformer):
     """
 
     def __init__(self, kind: Any) -> None:
-        super().__init__(typing.Optional[kind], functools.partial(_read_text, kind))  # noqa: UP045
+        super().__init__(typing.Optional[kind], functools.partial(read_text, kind))  # noqa: UP045
         self._kind = kind
 
     def assert_type(self, t: type, v: Any) -> None:
         if isinstance(v, str):
-            _read_text(self._kind, v)
+            read_text(self._kind, v)
         else:
             super().assert_type(t, v)
 
@@ -168,11 +168,11 @@ class ObjectTransformer(OptionalTransformer):
         self, ctx: Any, python_val: Any, python_type: Any, expected: Any
     ) -> Any:
         if isinstance(python_val, str):
-            python_val = _read_text(self._kind, python_val)
+            python_val = read_text(self._kind, python_val)
         return await super().async_to_literal(ctx, python_val, python_type, expected)
 
 
-def _read_text(kind: Any, text: str) -> Any:
+def read_text(kind: Any, text: str) -> Any:
     field = "cluster"
     if kind is TrainingOverrides:
         field = "config"

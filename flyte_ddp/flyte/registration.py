@@ -44,7 +44,7 @@ def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
     """
     inputs: dict[str, Any] = {}
     with delaying_errors():
-        inputs = _inputs(workflow, SETTINGS.retrain_inputs)
+        inputs = convert_inputs(workflow, SETTINGS.retrain_inputs)
     # Flytekit's commands for registered launch plans cannot show a JSON object as a default.
     fixed = {name: value for name, value in inputs.items() if name in STRUCTS}
     defaults = {name: value for name, value in inputs.items() if name not in STRUCTS}
@@ -79,7 +79,7 @@ def inner_branch() -> Iterator[None]:
         yield
 
 
-def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[str, Any]:
+def convert_inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs in the settings, converted to the types of the workflow."""
     kinds = {
         name: kind

@@ -351,7 +351,7 @@ def function_program(
     function = plain_function(function)
     code = getattr(function, "func", function)  # the function in a partial
     name = getattr(code, "__qualname__", repr(code))
-    call = pickle(_Call(function, tuple(arguments), keywords), function, "function")
+    call = pickle(FunctionCall(function, tuple(arguments), keywords), function, "function")
     packages = packages_beside(code.__module__ or "__main__")
     return Program(name, call, packages, needs=Needs(stall_timeout), logging=CallerLogging.read())
 
@@ -487,7 +487,7 @@ def command_program(command: Sequence[str]) -> Program:
 
 
 @dataclass(frozen=True)
-class _Call:
+class FunctionCall:
     """A call of a function, whose value is pickled on rank 0."""
 
     function: Callable[..., Any]

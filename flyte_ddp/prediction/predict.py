@@ -138,7 +138,7 @@ def predict(
     # The options may contain URLs. They are checked before anything is read from them.
     named = {**model.options, **given.get("recipe_options", {})}
     check_places(list_places(named, "recipe_options"))
-    options = _merge_options(recipe, model, given.get("recipe_options", {}))
+    options = merge_options(recipe, model, given.get("recipe_options", {}))
     resolved = config_of(recipe, {**given, "recipe_options": options})
     resolved = dataclasses.replace(resolved, parallel="ddp")
     prepared = get_recipe(recipe, resolved.recipe_options)
@@ -158,7 +158,7 @@ def predict(
             "part_size": part_size,
         }
         options = {OPTIONS: resolved.recipe_options}
-        _check_output(storage, facts, options)
+        check_output(storage, facts, options)
         record = {**facts, **redact_values(options), "hidden": hash_hidden(options)}
         job = PredictionJob(
             *(recipe, resolved, model.state, storage.url, batch_size, part_size), record
@@ -305,7 +305,7 @@ def find_model(url: str) -> TrainedModel:
     return TrainedModel(pinned)
 
 
-def _merge_options(
+def merge_options(
     recipe: str | type[Recipe], model: TrainedModel, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the recipe's options: the training's values and the given values.
@@ -325,7 +325,7 @@ def _merge_options(
     return restore_options(recipe, trained, given)
 
 
-def _check_output(storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def check_output(storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Check that the output is empty, or has predictions of the same call.
 
     Args:

@@ -90,7 +90,7 @@ def make_project(
         if is_function:
             name = "--function"
         raise ConfigError(f"{name}: expected a new project, got {directory!r}, which is there")
-    files = _choose_files(project, parts, is_function, flyte, is_new=not is_there)
+    files = choose_files(project, parts, is_function, flyte, is_new=not is_there)
     own_wheel = None
     if not is_there:
         own_wheel = _find_wheel(wheel)
@@ -140,7 +140,7 @@ def _check_request(
         )
 
 
-def _choose_files(
+def choose_files(
     project: Path, parts: Collection[str], is_function: bool, flyte: int, is_new: bool
 ) -> dict[str, bytes]:
     """Return the contents of the files to write, by name. A file that a part only imports is
@@ -156,7 +156,7 @@ def _choose_files(
         else:
             names += TRAINING
     names += [name for part in parts for name in NEEDS[part] if not (project / name).exists()]
-    files = _files()
+    files = project_files()
     if flyte == 2:
         files |= {name: files[f"flyte2/{name}"] for name in names if f"flyte2/{name}" in files}
     if is_function:
@@ -208,7 +208,7 @@ def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> st
         raise ConfigError(
             f"--image: expected a name such as registry.example.com/image:1, got {image!r}"
         )
-    files = _files()
+    files = project_files()
     documents = []
     for name in RIGHTS[has_namespace:]:
         text = files[f"deploy/{name}.yaml"].decode().replace("NAMESPACE", namespace)
@@ -221,7 +221,7 @@ def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> st
     return str(yaml.safe_dump_all(documents, sort_keys=False))
 
 
-def _files() -> dict[str, bytes]:
+def project_files() -> dict[str, bytes]:
     """Return the files of projects by name, from an installation or a checkout."""
     try:
         entries = metadata.distribution(DISTRIBUTION).files or []

@@ -150,13 +150,13 @@ def run_rank(
         if os.getpid() != process:
             raise  # a process that the program forked is no rank
         # The end of this process may wait for dead peers. The driver ends it in time.
-        link.send(Returned(Outcome.FAILED, _describe(error)))
+        link.send(Returned(Outcome.FAILED, describe_error(error)))
         # Python calls the hook, too: W&B's hook marks its run as failed.
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
-        _flush_files()
+        flush_files()
     else:
-        _flush_files()
+        flush_files()
         link.send(Returned(outcome))
         # From now on a thread of gloo may abort this process: its message is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -219,7 +219,7 @@ def _call(program: Program, current: Session) -> bytes:
     return value
 
 
-def _flush_files() -> None:
+def flush_files() -> None:
     """Flush open files, because a daemon thread that waits in gloo may abort this process at its
     end.
     """
@@ -298,7 +298,7 @@ class _Store:
         self.open()
 
 
-def _describe(error: BaseException) -> RaisedError:
+def describe_error(error: BaseException) -> RaisedError:
     if isinstance(error, SystemExit):  # Python prints no traceback either
         message = str(error.code)
         if isinstance(error.code, int):

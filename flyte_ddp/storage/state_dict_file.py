@@ -21,6 +21,12 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.directory import compute_sha256
 from flyte_ddp.storage.redaction import redact_url
 
+# names in pickled state dicts that are called
+PICKLED = (
+    "collections.OrderedDict",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+)
 TORCHVISION = "torchvision:"  # beginning of the name of a state that torchvision publishes
 PINNED = re.compile(r"(.+) \(sha256 ([0-9a-f]{64})\)", re.S)
 VALUES, CLASS_NAMES = "flyte_ddp.values", "flyte_ddp.class_names"  # keys in the metadata
@@ -159,18 +165,12 @@ class _StateUnpickler(pickle.Unpickler):
     """Unpickler of tensors and plain values. torch's own unpickler reads no protocol above 2."""
 
     def find_class(self, module: str, name: str) -> Any:
-        from torch import _utils
-
-        known = {
-            "collections.OrderedDict": OrderedDict,
-            "torch._utils._rebuild_tensor_v2": _utils._rebuild_tensor_v2,
-            "torch._utils._rebuild_parameter": _utils._rebuild_parameter,
-            "torch.storage._load_from_bytes": _load,
-        }
         full = f"{module}.{name}"
-        if full not in known:
+        if full == "torch.storage._load_from_bytes":
+            return _load
+        if full not in PICKLED:
             raise pickle.UnpicklingError(_describe_other(full))
-        return known[full]
+        return super().find_class(module, name)
 
 
 def _load(contents: bytes) -> Any:

@@ -199,7 +199,7 @@ def sweep(
     if world_sizes:  # the largest first, as `TrialRunner` takes them
         sizes = {whole_number("world_sizes", each, minimum=1) for each in world_sizes}
         nnodes = -(-max(sizes) // nproc_per_node)
-    trials = _build_trials(
+    trials = build_trials(
         function,
         grid,
         num_trials,
@@ -227,7 +227,7 @@ def sweep(
     return Swept(runs, choose_best(runs), report)
 
 
-def _build_trials(
+def build_trials(
     function: Callable[..., Any],
     grid: Any,
     num_trials: int,

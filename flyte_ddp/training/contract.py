@@ -409,7 +409,7 @@ def _check_metrics(
         predicted = {"outputs": recipe.metric_outputs(outputs), "targets": targets}
         expected = f"expected {name} of outputs and targets"
         _call(recipe, "metrics", expected, metric.update, **predicted)
-        _check_state(f"{place}: {name}", metric, predicted)
+        check_state(f"{place}: {name}", metric, predicted)
         names += _read_names(name, metric, place)
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
     try:
@@ -421,7 +421,7 @@ def _check_metrics(
     check_monitor(config, names)
 
 
-def _check_state(place: str, metric: Any, predicted: dict[str, Any]) -> None:
+def check_state(place: str, metric: Any, predicted: dict[str, Any]) -> None:
     """Check that a metric keeps its sums in states that the ranks can merge, and nowhere else."""
     if has_other_ranks() and not is_merged_by_batches(metric):
         before = own_state(metric)

@@ -165,15 +165,15 @@ def _copy_from_first(module: nn.Module, world: World) -> None:
     """Copy the first rank's weights and buffers to ranks that built a module without contents."""
     copied: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
     for part in module.modules():
-        for own in (part._parameters, part._buffers):
-            for name, tensor in own.items():
-                if tensor is None or is_split(tensor):
-                    continue
-                if tensor not in copied:
-                    copy = tensor
-                    if tensor.is_meta:
-                        copy = torch.empty_like(tensor, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        copy = nn.Parameter(copy, tensor.requires_grad)
-                    copied[tensor] = world.broadcast(copy)
-                own[name] = copied[tensor]  # type: ignore[assignment]
+        own: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in (*part.named_parameters(**own), *part.named_buffers(**own)):
+            if is_split(tensor):
+                continue
+            if tensor not in copied:
+                copy = tensor
+                if tensor.is_meta:
+                    copy = torch.empty_like(tensor, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    copy = nn.Parameter(copy, tensor.requires_grad)
+                copied[tensor] = world.broadcast(copy)
+            setattr(part, name, copied[tensor])

@@ -75,7 +75,7 @@ def main(
     if batch:  # a launcher may split the batch further than the config does
         config = dataclasses.replace(config, gradient_accumulation=batch.num_parts)
     current.reporter.beat(0)
-    parallelism = _prepare_torch(recipe, config, current.process)
+    parallelism = prepare_torch(recipe, config, current.process)
     world = parallelism.world
     current.process.link.send(Device(device_name(world.device)))
     with contextlib.ExitStack() as stack:
@@ -88,7 +88,7 @@ def main(
         return (work or train)(parallelism, current)
 
 
-def _prepare_torch(
+def prepare_torch(
     name: str | type[Recipe], config: TrainingConfig, process: RankProcess
 ) -> Parallelism:
     """Set torch's options for this process, and return how the ranks hold the model."""
@@ -165,7 +165,7 @@ def _start(trainer: Trainer, data: Mapping[str, str]) -> None:
         with keep_beating(trainer.beat):
             check_resuming(state.model, parallelism, state.schedule.num_steps)
     if parallelism.saves:
-        session.reporter.emit_start(**_describe(trainer, data, session.process))
+        session.reporter.emit_start(**describe_run(trainer, data, session.process))
         loaded = events.CheckpointLoaded(progress.step, url, progress.epochs, skipped)
         session.reporter.emit(loaded)
 
@@ -212,7 +212,7 @@ def _save_results(trainer: Trainer) -> None:
     }
 
 
-def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -> dict[str, Any]:
+def describe_run(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -> dict[str, Any]:
     """Return the fields of `events.RunStarted` that are known before the first step."""
     parallelism, notes, state = trainer.parallelism, trainer.checkpoints.notes, trainer.state
     recipe, world, model = parallelism.recipe, parallelism.world, state.model

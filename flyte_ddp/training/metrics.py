@@ -171,8 +171,12 @@ def has_other_ranks() -> bool:
 
 
 def is_merged_by_batches(metric: Any) -> bool:
-    """Return whether a metric has no state that torchmetrics knows (`add_state`)."""
-    return not any(part.metric_state for part in _parts_of(metric))
+    """Return whether torchmetrics knows no state of a metric (`add_state`), or does not show how it
+    reduces the states.
+    """
+    parts = _parts_of(metric)
+    has_states = any(part.metric_state for part in parts)
+    return not (has_states and all(hasattr(part, "_reductions") for part in parts))
 
 
 def _is_merged_by_library(metric: Any) -> bool:
@@ -182,9 +186,9 @@ def _is_merged_by_library(metric: Any) -> bool:
     if is_merged_by_batches(metric):
         return False
     for part in _parts_of(metric):
-        for name, default in part._defaults.items():
-            reduction = getattr(part._reductions[name], "__name__", "")
-            if isinstance(default, list) and reduction != "dim_zero_cat":
+        for name, reduce in part._reductions.items():
+            is_joined = getattr(reduce, "__name__", "") == "dim_zero_cat"
+            if isinstance(part._defaults[name], list) and not is_joined:
                 return False
     return True
 

@@ -402,7 +402,7 @@ def test_the_image_is_that_of_the_tasks_container_where_a_sidecar_is_first(
     containers = [SimpleNamespace(name=name, image=image) for name, image in names.items()]
     metadata = SimpleNamespace(name="f1-n0-0", annotations=annotations)
     pod = SimpleNamespace(metadata=metadata, spec=SimpleNamespace(containers=containers))
-    assert api._own_image(pod) == image
+    assert api.own_image(pod) == image
 
 
 def test_dask_parses_its_variables_back_to_their_types() -> None:
@@ -1086,9 +1086,9 @@ def test_a_pod_in_a_queue_waits_for_what_kueue_says_of_its_quota(api_server: Api
             for owner, found in (("waits", [quota, admitted]), ("runs", [runs]))
         ]
     }
-    assert api._queue_verdicts("team") == {"waits": "waits in Kueue's queue: 2 more needed"}
+    assert api.queue_verdicts("team") == {"waits": "waits in Kueue's queue: 2 more needed"}
     api_server.answers["/workloads"] = (404, {"message": "not found"})
-    assert api._queue_verdicts("team") == {}
+    assert api.queue_verdicts("team") == {}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.fields import LIMITS, describe_fields, read_object, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import InputError
-from flyte_ddp.flyte.inputs import TrainingOverrides, _read_text, given
+from flyte_ddp.flyte.inputs import TrainingOverrides, given, read_text
 from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.text.recipe import Text
@@ -262,7 +262,7 @@ def test_a_mistake_in_the_form_of_a_config_is_told_with_its_line_and_column(
         text = str(tmp_path / name)
     expected = "config: expected a JSON object or the name of a JSON or YAML file, got "
     with raises_one_line(InputError) as caught:
-        _read_text(TrainingOverrides, text)
+        read_text(TrainingOverrides, text)
     assert str(caught.value).startswith(f"{expected}{text!r}: ")
     assert place in str(caught.value)
 

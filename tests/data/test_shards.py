@@ -29,14 +29,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flyte_ddp.data import Mixture, Shards
-from flyte_ddp.data.cache import _room_for_reads
+from flyte_ddp.data.cache import room_for_reads
 from flyte_ddp.data.readers import (
     HEAD,
     WHOLE,
     TarShard,
-    _read_members,
     decode_mds,
     find_tar_offsets,
+    read_members,
 )
 from flyte_ddp.data.source import CONCURRENT_READS, Source
 from flyte_ddp.errors import ConfigError, DataError
@@ -458,7 +458,7 @@ def test_members_of_a_tar_file_are_where_tarfile_says(members, form):
                 archive.addfile(member, io.BytesIO(data))
     with tarfile.open(fileobj=io.BytesIO(file.getvalue())) as archive:
         expected = [(each.offset, each.name, each.offset_data, each.size) for each in archive]
-    assert list(_read_members(file.getvalue(), has_end=True)) == expected
+    assert list(read_members(file.getvalue(), has_end=True)) == expected
 
 
 def test_a_damaged_header_is_no_end_of_a_tar_file(tmp_path):
@@ -498,7 +498,7 @@ def test_a_process_makes_so_many_files_at_once_and_no_more(tmp_path, monkeypatch
     shards.prepare()
     shards = dataclasses.replace(shards, reader=read)
     monkeypatch.setattr(
-        "flyte_ddp.data.cache._room_for_reads", lambda process: Watched(_room_for_reads(process))
+        "flyte_ddp.data.cache.room_for_reads", lambda process: Watched(room_for_reads(process))
     )
     lock_of = {
         number: shards._cache._lock_of(shards._cache._place(shards._index.entry(number), WHOLE)[0])

@@ -21,7 +21,7 @@ from flytekit.tools.translator import get_serializable
 from kubernetes.client import V1Container, V1PodSpec, V1VolumeMount
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.distributed import DistributedTask, _check_places
+from flyte_ddp.flyte.distributed import DistributedTask, check_reachable
 from flyte_ddp.flyte.failures import TaskFailed
 from flyte_ddp.flytekit_plugin import Distributed
 from tests.support import distributed_tasks as tasks
@@ -275,13 +275,13 @@ def test_files_of_this_machine_are_refused_for_ranks_in_pods():
         context, {"file": tasks.FlyteFile("s3://bucket/file")}
     )
     gang, outputs = distributed.task_config.gang(), distributed.interface.outputs
-    _check_places(gang, literals, outputs, "s3://bucket/raw")
+    check_reachable(gang, literals, outputs, "s3://bucket/raw")
     with pytest.raises(
         ConfigError, match="^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'"
     ):
-        _check_places(gang, literals, outputs, "/tmp/raw")
+        check_reachable(gang, literals, outputs, "/tmp/raw")
     literals.literals["file"].scalar.blob._uri = "/tmp/file"
     with pytest.raises(
         ConfigError, match="^file: expected a URL that the pods of the ranks can reach"
     ):
-        _check_places(gang, literals, outputs, "s3://bucket/raw")
+        check_reachable(gang, literals, outputs, "s3://bucket/raw")

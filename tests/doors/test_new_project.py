@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from flyte_ddp.config.extras import EXTRAS
 from flyte_ddp.project import new as projects
-from flyte_ddp.project.new import PARTS, _choose_files
+from flyte_ddp.project.new import PARTS, choose_files
 from tests.support.checkout import REPOSITORY, install_wheel, own_environment
 
 if sys.version_info >= (3, 11):
@@ -308,17 +308,17 @@ def test_any_combination_of_parts_imports_what_the_project_has(
     tmp_path, monkeypatch, is_function, is_new
 ):
     """A part that is added later finds the modules of the new project."""
-    all_files = projects._files()
-    monkeypatch.setattr(projects, "_files", lambda: dict(all_files))
+    all_files = projects.project_files()
+    monkeypatch.setattr(projects, "project_files", lambda: dict(all_files))
     there = {}
     if not is_new:
-        there = _choose_files(tmp_path, (), is_function, flyte=1, is_new=True)
+        there = choose_files(tmp_path, (), is_function, flyte=1, is_new=True)
         for name, content in there.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(content)
     for number in range(len(PARTS) + 1):
         for parts in itertools.combinations(PARTS, number):
-            files = _choose_files(tmp_path, parts, is_function, flyte=1, is_new=is_new)
+            files = choose_files(tmp_path, parts, is_function, flyte=1, is_new=is_new)
             modules = {name for name in {**there, **files} if name.endswith(".py")}
             for name in modules:
                 tree = ast.parse({**there, **files}[name])

@@ -10,14 +10,14 @@ from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.type_engine import DataclassTransformer
 from flytekit.deck import deck
 
-from flyte_ddp.flyte.deck import render_decks, write_local_decks
+from flyte_ddp.flyte.deck import open_deck, render_decks, write_local_decks
 
 
 def context_of_task():
-    """Return the context of a task without Decks."""
+    """Return the context of a task that has no Decks yet."""
     context = FlyteContextManager.current_context()
     parameters = context.user_space_params.builder()
-    parameters.decks = []
+    parameters.decks, parameters.enable_deck = [], True
     state = context.new_execution_state().with_params(user_space_params=parameters.build())
     return FlyteContextManager.with_context(context.with_execution_state(state))
 
@@ -29,10 +29,16 @@ def test_flytekit_still_has_the_names(tmp_path):
     checkpoint = SyncCheckpoint(str(tmp_path / "this"), str(tmp_path / "last"))
     assert checkpoint._checkpoint_dest == str(tmp_path / "this")
     assert checkpoint._checkpoint_src == str(tmp_path / "last")
-    with context_of_task():
-        own = Deck("Own")
-        own._html = "<p>new</p>"
-        assert own.html == "<p>new</p>"
+
+
+def test_the_report_replaces_its_deck(monkeypatch):
+    monkeypatch.setattr(Deck, "publish", lambda: None)
+    with context_of_task() as context:
+        publish = open_deck()
+        for page in ("<p>old</p>", "<p>new</p>"):
+            publish(page)
+        shown = [each.html for each in context.user_space_params.decks if each.name == "Training"]
+    assert shown == ["<p>new</p>"]
 
 
 @pytest.mark.parametrize("has_names", [True, False])

@@ -376,6 +376,6 @@ def test_bad_settings_fail_the_registration_and_no_import(name, value, expected,
     monkeypatch.setattr(settings, "_problems", [])
     with settings.delaying_errors():
         given = settings.load_settings(environment={name: value}).retrain_inputs
-        registration._inputs(retrain_wf, given)
+        registration.convert_inputs(retrain_wf, given)
     with pytest.raises(settings.SettingsError, match=re.escape(expected)):
         settings.check_settings()

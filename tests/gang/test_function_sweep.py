@@ -225,7 +225,7 @@ def test_a_trial_starts_from_a_process_that_has_torch_where_the_caller_has_it(cl
     assert run.kept.values["loss"] == 0
     # The workers' number of threads; this process's variable limits it.
     assert run.kept.values["threads"] == 1
-    (trial,) = sweep._build_trials(find_torch, [1], 0, Monitor("loss"), [1])
+    (trial,) = sweep.build_trials(find_torch, [1], 0, Monitor("loss"), [1])
     assert trial.program().slow_imports == ("torch",)
     monkeypatch.delitem(sys.modules, "torch")
     assert trial.program().slow_imports == ()
@@ -256,16 +256,16 @@ def test_the_most_accurate_trial_is_the_best_without_a_mode(client):
 def test_arrays_and_other_sequences_are_lists_of_choices():
     rates = numpy.logspace(-2, -1, 2)
     for grid in ({"shift": rates}, {"shift": tuple(rates)}):
-        found = sweep._build_trials(count_ranks, grid, 0, Monitor("loss"), [1])
+        found = sweep.build_trials(count_ranks, grid, 0, Monitor("loss"), [1])
         assert [dict(trial.overrides) for trial in found] == [{"shift": 0.01}, {"shift": 0.1}]
     for items in (numpy.arange(2), range(2)):
-        found = sweep._build_trials(count_ranks, items, 0, Monitor("loss"), [1])
+        found = sweep.build_trials(count_ranks, items, 0, Monitor("loss"), [1])
         assert [dict(trial.overrides) for trial in found] == [{"factor": 0}, {"factor": 1}]
 
 
 def test_trials_are_drawn_by_keyword_or_every_combination_without_duplicates():
     def trials(grid, num_trials=0):
-        found = sweep._build_trials(count_ranks, grid, num_trials, Monitor("loss"), [1])
+        found = sweep.build_trials(count_ranks, grid, num_trials, Monitor("loss"), [1])
         return [dict(trial.overrides) for trial in found]
 
     every = [{"factor": 1, "shift": 0}, {"factor": 1, "shift": 5}]
@@ -275,7 +275,7 @@ def test_trials_are_drawn_by_keyword_or_every_combination_without_duplicates():
     same = [{"shift": 0, "factor": {"b": [{"d": 3, "c": 2}], "a": 1}}]
     assert trials([*nested, *same]) == nested
     first, second = (
-        sweep._build_trials(count_ranks, each, 0, Monitor("loss"), [1])[0].identity([])
+        sweep.build_trials(count_ranks, each, 0, Monitor("loss"), [1])[0].identity([])
         for each in (nested, same)
     )
     assert first == second

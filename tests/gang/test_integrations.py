@@ -23,7 +23,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
-from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.rank.sharding import find_changed_value
 from tests.support.errors import raises_one_line
 from tests.support.frameworks import PROGRAMS, Task
@@ -120,7 +120,7 @@ def test_a_stop_loses_no_step(framework, tmp_path):
             if isinstance(event, events.Reported) and event.step >= 5 and not stop.is_set():
                 stop.set("SIGTERM")
 
-    call = cloudpickle.dumps(_Call(PROGRAMS[framework], (task,)))
+    call = cloudpickle.dumps(FunctionCall(PROGRAMS[framework], (task,)))
     job = Job(Program(framework, call, ("tests",)), str(tmp_path / "checkpoints"), time.time())
     with pytest.raises(TrainingStopped):
         driver.run(job, LocalPlace(2), None, [Stops()], stop=stop)

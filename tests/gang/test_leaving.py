@@ -24,7 +24,7 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Kind, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import At, events_of, front_of, start_scheduler
 from tests.support.promises import NUM_STEPS, count
@@ -52,7 +52,7 @@ def pair(start_worker, scheduler):
 
 def program_of(kind, faults=""):
     if kind == "function":
-        return Program("count", cloudpickle.dumps(_Call(count, (faults,))), ("tests",))
+        return Program("count", cloudpickle.dumps(FunctionCall(count, (faults,))), ("tests",))
     config = {**STEADY, "parallel": kind, "recipe_options": {"faults": faults}}
     return recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, config))
 

@@ -18,12 +18,12 @@ from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, dec
 from flyte_ddp.launch.control.stalls import Suspicion, suspect
 from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
 from flyte_ddp.launch.protocol.programs import Job, Program
-from flyte_ddp.launch.run import Gang, _Call, returned_value, run_job
+from flyte_ddp.launch.run import FunctionCall, Gang, returned_value, run_job
 from tests.support.errors import raises_one_line
 
 
 def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
-    call = cloudpickle.dumps(_Call(function, ()))
+    call = cloudpickle.dumps(FunctionCall(function, ()))
     program = Program(
         function.__name__, call, ("tests",), needs=Needs(120), left_timeout=left_timeout
     )

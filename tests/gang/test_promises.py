@@ -21,7 +21,7 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import LOCAL, At, events_of
 from tests.support.errors import raises_one_line
@@ -52,7 +52,7 @@ class Cell:
         """Run to the end, and return the value of the function, or the weights of the recipe."""
         directory = str(self.directory / "faults") if faults else ""
         if self.is_function:
-            call = cloudpickle.dumps(_Call(count, (directory,)))
+            call = cloudpickle.dumps(FunctionCall(count, (directory,)))
             program = Program("count", call, ("tests",), needs=Needs(STALL_TIMEOUT))
         else:
             options = {

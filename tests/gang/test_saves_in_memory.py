@@ -18,7 +18,7 @@ from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
-from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.run import FunctionCall
 from tests.support.dask_runs import LOCAL
 from tests.support.function_that_loses_ranks import train
 from tests.support.recipe_that_loses_ranks import wait_for_copies
@@ -75,7 +75,7 @@ def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(
     (tmp_path / "orders").mkdir()
     for number, order in enumerate(("rank-1-0", "rank-1-3")):
         (tmp_path / "orders" / f"{number}-{order}").touch()
-    call, loads = cloudpickle.dumps(_Call(train, (str(tmp_path / "orders"), False))), Loads()
+    call, loads = cloudpickle.dumps(FunctionCall(train, (str(tmp_path / "orders"), False))), Loads()
     job, place = Job(Program("train", call), "", time.time()), LocalPlace(2, max_restarts=1)
     state = driver.run(job, place, listeners=[loads])
     weights, samples = cloudpickle.loads(state.finished.value)

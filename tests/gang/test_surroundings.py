@@ -115,7 +115,7 @@ def test_a_shared_memory_that_loader_processes_cannot_use_is_named(raised, monke
     monkeypatch.setattr(
         entry.traceback, "format_exception", lambda *arguments: [f"Traceback\n{raised}\n"]
     )
-    described = entry._describe(RuntimeError(raised))
+    described = entry.describe_error(RuntimeError(raised))
     message = described.message
     assert (described.name, described.trace) == ("ConfigError", "")
     assert not described.is_consequence
@@ -226,10 +226,10 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(
 def test_a_limit_of_the_shell_is_named_where_there_is_one(message, expected, monkeypatch):
     error = RuntimeError(message)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
-    described = entry._describe(error)
+    described = entry.describe_error(error)
     assert (described.name, described.message) == ("RuntimeError", message)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (12, 12))
-    described = entry._describe(error)
+    described = entry.describe_error(error)
     assert described.name == "ConfigError"
     assert described.message.startswith(expected)
     assert message in described.message

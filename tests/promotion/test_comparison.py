@@ -22,7 +22,7 @@ from flyte_ddp.promotion.comparison import Measurement, compare
 from flyte_ddp.promotion.policy import Challenge, PromotionCriteria, RetrainingResult, judge
 from flyte_ddp.recipes import Recipe, config_of
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.training.metrics import can_merge
+from flyte_ddp.training.metrics import can_merge, is_merged_by_batches
 
 pytestmark = pytest.mark.usefixtures("server_with_metrics")
 
@@ -345,5 +345,7 @@ def test_states_are_merged_if_torchmetrics_shows_how_it_reduces_them():
     assert can_merge(MergedClose())
     assert not can_merge(MeanClose())
     hidden = MergedClose()
+    assert not is_merged_by_batches(hidden)
     del hidden._reductions
     assert not can_merge(hidden)
+    assert is_merged_by_batches(hidden)

@@ -30,7 +30,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
-from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.rank.position import START
 from tests.support.dask_runs import At, events_of
 from tests.support.errors import raises_one_line
@@ -693,7 +693,7 @@ def count_without_looking(directory):
 
 def test_a_function_that_does_not_look_loses_no_step_to_a_stop(tmp_path, forked_functions):
     (tmp_path / "slow").touch()
-    call = cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),)))
+    call = cloudpickle.dumps(FunctionCall(count_without_looking, (str(tmp_path),)))
     job = Job(Program("count", call, ("tests",)), str(tmp_path / "checkpoints"), time.time())
     stop, run = StopRequest(), new_run(tmp_path)
     leave = At(4, lambda: stop.set("SIGTERM"))

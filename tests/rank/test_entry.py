@@ -16,7 +16,7 @@ from flyte_ddp.launch.protocol.messages import RankBeat
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks, choose_threads
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.rank.entry import _flush_files, environment
+from flyte_ddp.rank.entry import environment, flush_files
 from flyte_ddp.rank.link import AgentLink
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
@@ -95,5 +95,5 @@ def test_files_are_flushed_even_if_the_collector_does_not_know_them(tmp_path):
     with open(tmp_path / "text", "w") as file:
         file.write("written")
         gc.freeze()  # A forked rank does this, too.
-        _flush_files()
+        flush_files()
         assert (tmp_path / "text").read_text() == "written"

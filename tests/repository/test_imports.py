@@ -80,7 +80,7 @@ MAY_DO_IO = ("signals", "programs")
 MAX_ROOMS, MAX_ARROWS = 29, 194
 # Kinds of programs: a recipe's training, its predictions, a call, a script, another program, a task
 # of Flyte's.
-PROGRAMS = ("_Training", "PredictionJob", "_Call", "_Script", "_Command", "TaskCall")
+PROGRAMS = ("_Training", "PredictionJob", "FunctionCall", "_Script", "_Command", "TaskCall")
 # Modules that may import a library at all, by library.
 HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flyte"),

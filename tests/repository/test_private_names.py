@@ -20,17 +20,12 @@ NAMES = {
         "_timeout",
     },
     "rank/collectives.py": {"_world"},  # torch's flight recorder; imports no torch
-    # Without these names of torch, no state is copied, split or read.
-    "checkpoints/staging.py": {"_cdata"},
-    "training/fsdp.py": {"_parameters", "_buffers"},
-    "storage/state_dict_file.py": {"_rebuild_tensor_v2", "_rebuild_parameter"},
     "rehearsal/watch.py": {"_non_persistent_buffers_set"},
     # torchmetrics
     "training/metrics.py": {"_defaults", "_reductions"},
     # transformers
     "integrations/transformers.py": {"_load_from_checkpoint"},
     # flytekit
-    "flyte/deck.py": {"_html"},
     "flyte/rank_call.py": {"_output_to_literal_map"},
     "flyte/distributed.py": {"_checkpoint_dest", "_checkpoint_src"},
     # clients of stores
@@ -78,3 +73,28 @@ def test_private_names_of_libraries_are_in_their_places():
         if names:
             found[file] = names
     assert found == NAMES
+
+
+def private_functions(tree):
+    """Yield the private functions and classes of this package that a test imports or calls."""
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flyte_ddp"):
+            modules |= {each.asname or each.name for each in node.names}
+            yield from (each.name for each in node.names if re.match("_[^_]", each.name))
+    for node in ast.walk(tree):
+        called = isinstance(node, ast.Call) and node.func
+        if isinstance(called, ast.Attribute) and re.match("_[^_]", called.attr):
+            owner = called.value
+            if isinstance(owner, ast.Name) and owner.id in modules and owner.id.islower():
+                yield called.attr
+
+
+def test_tests_use_no_private_function_of_a_module():
+    found = {}
+    for folder in ("tests", "benchmarks"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            names = set(private_functions(ast.parse(path.read_text(encoding="utf-8"))))
+            if names:
+                found[path.name] = names
+    assert found == {}

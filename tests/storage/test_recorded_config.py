@@ -172,17 +172,17 @@ def test_predictions_ask_for_a_hidden_option_and_take_the_true_one_alone(tmp_pat
         with raises_one_line(ConfigError, match=f"^{TOKEN}: expected .* got another"):
             prediction.predict(RECIPE, str(state), "", output, config=with_token("word"))
         model = prediction.find_model(str(state))
-        assert prediction._merge_options(RECIPE, model, {"token": "char"}) == {"token": "char"}
+        assert prediction.merge_options(RECIPE, model, {"token": "char"}) == {"token": "char"}
 
     made = {"recipe": RECIPE, "num_samples": 3, **redact_values(config)}
     storage, facts = Storage(str(tmp_path / "made")), {"recipe": RECIPE}
     storage.write(prediction.MANIFEST, json.dumps({**made, "hidden": hash_hidden(config)}).encode())
-    prediction._check_output(storage, facts, config)
+    prediction.check_output(storage, facts, config)
     with raises_one_line(ConfigError, match=f"^{TOKEN}: expected .* as of the predictions in"):
-        prediction._check_output(storage, facts, with_token("word"))
+        prediction.check_output(storage, facts, with_token("word"))
     storage.write(prediction.MANIFEST, json.dumps(made).encode())
     with raises_one_line(ConfigError, match=f"^{TOKEN}: .* earlier version: give another output"):
-        prediction._check_output(storage, facts, config)
+        prediction.check_output(storage, facts, config)
 
 
 def test_a_replay_asks_for_hidden_options_and_data(tmp_path, monkeypatch):

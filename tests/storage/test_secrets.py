@@ -19,7 +19,7 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.weights_and_biases import Wandb
-from flyte_ddp.rank.entry import _describe
+from flyte_ddp.rank.entry import describe_error
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import redact_url, redact_values
@@ -205,7 +205,7 @@ def by_terminal(text, tmp_path):
 
 
 def by_rank(text, tmp_path):
-    return str(_describe(RuntimeError(text)))
+    return str(describe_error(RuntimeError(text)))
 
 
 def by_preparation(text, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from flyte_ddp.events.history import KINDS, _restore
+from flyte_ddp.events.history import KINDS, restore_value
 
 
 def to_dict(event):
@@ -13,4 +13,4 @@ def to_dict(event):
 
 def from_dict(values):
     kind, *names = values  # `to_dict` has the kind first
-    return _restore({name: values[name] for name in names}, KINDS[values[kind]])
+    return restore_value({name: values[name] for name in names}, KINDS[values[kind]])

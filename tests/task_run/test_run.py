@@ -158,7 +158,7 @@ def test_an_error_in_a_loader_process_ends_with_the_data_sets_own_frames():
         wrapped = ExceptionWrapper((LookupError, error, frames), "in DataLoader worker process 0")
     with pytest.raises(LookupError) as caught:
         wrapped.reraise()
-    described = entry._describe(caught.value)
+    described = entry.describe_error(caught.value)
     assert (described.name, described.message) == ("LookupError", "no image: 7.png")
     lines = shorten_traceback(described.trace).splitlines()
     assert lines == [

@@ -52,7 +52,7 @@ def test_a_rank_takes_the_gpu_of_its_number_on_its_node(calls, monkeypatch, loca
     node = SimpleNamespace(num_threads=1, use_gpus=True, world_size=4)
     process = SimpleNamespace(node=node, rank=local_rank, local_rank=local_rank)
     process.choose_device = functools.partial(RankProcess.choose_device, process)
-    world = main._prepare_torch("digits", TrainingConfig(parallel="fsdp"), process).world
+    world = main.prepare_torch("digits", TrainingConfig(parallel="fsdp"), process).world
     keep_memory.assert_called_once_with(fsdp.RETURNED_BYTES)
     assert world.device == torch.device("cuda", expected)
     assert calls[-1] == ("set_device", world.device)

@@ -24,7 +24,7 @@ from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import config_of
 from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.inspection import make_predictions
-from flyte_ddp.training.main import _describe
+from flyte_ddp.training.main import describe_run
 from flyte_ddp.training.passes import seed_forward
 from flyte_ddp.world import ALONE
 from tests.support.mistakes import Line
@@ -249,7 +249,7 @@ def test_a_run_ends_as_a_plain_loop_does(kind, tmp_path, monkeypatch):
     recipe, model = trainer.parallelism.recipe, trainer.state.model
     check_contract(model, trainer.train, trainer.parallelism)
     data = dict.fromkeys(("description", "fingerprint", "recipe_version"), "")
-    assert next(layer.name for layer in _describe(trainer, data, OF_A_NODE)["layers"]) == "line"
+    assert next(layer.name for layer in describe_run(trainer, data, OF_A_NODE)["layers"]) == "line"
     recipe.generate_sample = lambda model: str(model.train()(torch.ones(1, 1)))
     trainer.fit()
     make_predictions(model, trainer.test, trainer.parallelism)

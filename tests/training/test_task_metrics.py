@@ -296,13 +296,13 @@ def test_a_metric_that_only_a_part_of_can_be_merged_is_one_line_before_the_first
         outputs = given["targets"] if kind in (SpearmanCorrCoef, BinaryAUROC) else given["outputs"]
         targets = (given["targets"] > 0.5).int() if kind is BinaryAUROC else given["targets"]
         metric.update(outputs, targets)
-        contract._check_state("metrics", metric, {"outputs": outputs, "targets": targets})
+        contract.check_state("metrics", metric, {"outputs": outputs, "targets": targets})
     mixed = Mixed()
     mixed.update(**given)
     with pytest.raises(ConfigError, match="^metrics: mixed: expected .*add_state.* got num_seen"):
-        contract._check_state("metrics: mixed", mixed, given)
+        contract.check_state("metrics: mixed", mixed, given)
     monkeypatch.undo()
-    contract._check_state("metrics: mixed", mixed, given)  # alone
+    contract.check_state("metrics: mixed", mixed, given)  # alone
 
 
 class Grown(Numbers):

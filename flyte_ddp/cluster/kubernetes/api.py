@@ -146,7 +146,7 @@ def explain(config: ClusterConfig, run_name: str) -> str:
     warnings = {each.involved_object.name: each.message or each.reason for each in events}
     verdicts = {}
     if config.kubernetes.queue:
-        verdicts = _queue_verdicts(namespace)
+        verdicts = queue_verdicts(namespace)
     waiting: dict[str, list[str]] = {}
     for pod in pods:
         reason = verdicts.get(pod.metadata.name) or _pending_reason(pod, warnings)
@@ -258,11 +258,11 @@ def driver_pod() -> Driver | None:
         return None
     meta, spec = pod.metadata, ApiClient().sanitize_for_serialization(pod.spec)
     return Driver(
-        meta.name, meta.uid, namespace, _own_image(pod), meta.labels or {}, sum_requests(spec)
+        meta.name, meta.uid, namespace, own_image(pod), meta.labels or {}, sum_requests(spec)
     )
 
 
-def _own_image(pod: Any) -> str:
+def own_image(pod: Any) -> str:
     """Return the image of the container that this process runs in. The pod may have sidecars.
 
     The container has the task's registered image, or Flyte marks it, or it has the pod's name.
@@ -305,7 +305,7 @@ def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> A
     return find("CustomObjectsApi", *request, patience=patience)
 
 
-def _queue_verdicts(namespace: str) -> dict[str, str]:
+def queue_verdicts(namespace: str) -> dict[str, str]:
     """Return Kueue's own message about each pod that it has not admitted, by the pod's name."""
     request = ("list_namespaced_custom_object", KUEUE, KUEUE_VERSION, namespace, "workloads")
     found = call("CustomObjectsApi", *request, patience=0, ignored=(403, 404)) or {"items": []}
