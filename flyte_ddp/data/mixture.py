@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.config.fields import finite_number
+from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.order import (
     MAX_LANES,
     MIN_LANES,
@@ -228,6 +228,14 @@ class Mixture:
                 f"proportions: expected one for each of {', '.join(self.sources) or 'no sources'}, "
                 f"got {', '.join(map(str, self.proportions))}"
             )
+        for name, source in self.sources.items():
+            if not isinstance(source, Shards):
+                raise ConfigError(
+                    f"sources[{name!r}]: expected Shards, got a {type(source).__name__}"
+                )
+        if self.lanes is not None:
+            lanes = whole_number("lanes", self.lanes, minimum=1)
+            object.__setattr__(self, "lanes", lanes)
         for name, value in self.proportions.items():
             finite_number(f"proportions[{name!r}]", value, above=0)
         for name, part in zip(self.sources, self._parts.tolist(), strict=True):

@@ -127,7 +127,6 @@ def main(arguments: Sequence[str]) -> int:
     gang, program = read_gang(options), read_program(options)
     # The output of the ranks is the output of this command, as under torchrun.
     listeners, relay = make_observers(options, program.name, ProgressBar(lines=sys.stdout))
-    check_place(gang)
     note = note_without_effect(options)
     if note:
         print_line(note)
@@ -140,13 +139,6 @@ def main(arguments: Sequence[str]) -> int:
         options.max_hours,
         resume,
     )
-
-
-def check_place(gang: Gang) -> None:
-    """Raise ConfigError for a cluster that settings.toml does not allow in the pod of a task."""
-    # In a pod, beside a settings.toml, this is the code of a registered version.
-    if os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
-        gang.check_allowed(load_allowed())
 
 
 def end_as_shell(
@@ -214,10 +206,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_gang_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `Gang` that the options give."""
+    """Return the fields of `Gang` that the options give. Raises ConfigError for a cluster that
+    settings.toml does not allow in the pod of a task.
+    """
     values = {**vars(options), "cluster": read_given("--cluster", options.cluster)}
     names = Gang.__dataclass_fields__
-    return {name: values[name] for name in names if values.get(name) is not None}
+    fields = {name: values[name] for name in names if values.get(name) is not None}
+    # In a pod, beside a settings.toml, this is the code of a registered version.
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
+        Gang(**fields).check_allowed(load_allowed())
+    return fields
 
 
 def read_gang(options: argparse.Namespace) -> Gang:

@@ -31,7 +31,6 @@ from flyte_ddp.launch.run_observers import (
 )
 from flyte_ddp.launch.run_options import (
     RECIPE_OPTIONS,
-    check_place,
     end_as_shell,
     gang_options,
     read_gang_fields,
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     gang = Gang(**read_gang_fields(options))
     check_run_id(options.run_id)
     check_url(options.checkpoints or RUNS, "--checkpoints")
-    check_place(gang)
     if gang.is_on_this_machine:  # `flyte_ddp.__main__` may have started the server already
         recipe = None
         if options.recipe in BUILTIN:

@@ -235,6 +235,19 @@ def test_a_share_that_is_too_small_is_refused_in_a_line(share):
         mixed([10**11, 1000], [2e-6, 1], 8, until_all=True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"lanes": 0}, "lanes: expected a whole number of at least 1, got 0"),
+        ({"lanes": 2.5}, "lanes: expected a whole number.*, got 2.5"),
+        ({"sources": {"0": ["/data"]}}, r"sources\['0'\]: expected Shards, got a list"),
+    ],
+)
+def test_an_argument_of_a_mixture_that_has_a_wrong_value_is_refused(arguments, expected):
+    with pytest.raises(ConfigError, match=expected):
+        Mixture(**{"sources": {"0": Shards("/data")}, "proportions": {"0": 1}, **arguments})
+
+
 def test_proportions_whose_sum_is_no_number_are_shares():
     assert mixed([100, 100], [1.5e308, 0.5e308], 8)[1].tolist() == [0.75, 0.25]
 

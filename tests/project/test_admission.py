@@ -314,6 +314,17 @@ def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(
 
 
 @pytest.mark.parametrize(
+    "command", [("train", "--checkpoints"), ("predict", "--model-state", "none.pt", "--output")]
+)
+def test_a_recipe_on_the_command_line_in_a_pod_obeys_the_same_table(pod, command, tmp_path, capsys):
+    name, *options = command
+    cluster = ["--nnodes", "2", "--cluster", '{"kind": "local"}']
+    assert main([name, "digits", *cluster, *options, f"{tmp_path}/made"]) == 2
+    assert "cluster.kind: expected one of allowed.kinds" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
     "url",
     [
         "/var/run/secrets/kubernetes.io/serviceaccount/token",
