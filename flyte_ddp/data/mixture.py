@@ -282,6 +282,10 @@ class Mixture:
             first = int(self._ends[source]) - len(shards)
             shards.prefetch((numbers[places == source] - first).tolist())
 
+    def list_samples(self) -> Indices:
+        """Return the samples of an evaluation, one source after another, in the proportions."""
+        return np.sort(self._make_order(0, 0).samples(np.arange(len(self))))
+
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
         """Return plain values that decide, with seed and epoch, the order of an epoch."""
         found: dict[str, Any] = {}

@@ -64,6 +64,11 @@ class Predictor:
         with isolate_draws([]):  # `open_datasets` does the same, so both split the data alike.
             seed_generators(derived_seed(config.seed, *b"datasets"))
             self.dataset = recipe.predict_dataset(Path(directory))
+        if hasattr(self.dataset, "list_samples"):
+            raise ConfigError(
+                f"{locate(recipe, 'predict_dataset')}: expected each sample once, got a Mixture, "
+                "which repeats samples or leaves some out: predict its sources"
+            )
         if not len(self.dataset):
             raise DataError("data: expected at least one sample to predict, got none")
         self.parallelism = OneDevice(recipe, config, world)

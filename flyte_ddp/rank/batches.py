@@ -32,7 +32,7 @@ from flyte_ddp.rank.data import (
     seed_generators,
 )
 from flyte_ddp.rank.nested import collate
-from flyte_ddp.rank.plan import EpochPlan, Share, as_stream, derived_seed
+from flyte_ddp.rank.plan import EpochPlan, Share, as_stream, derived_seed, list_samples
 from flyte_ddp.rank.snapshot import unchanged
 
 if TYPE_CHECKING:
@@ -197,6 +197,9 @@ class EpochBatches:
         return found
 
     def _plan(self, length: int) -> EpochPlan:
+        data_order = None
+        if not self.shuffle:
+            data_order = list_samples(self.dataset, length)
         return EpochPlan(
             length,
             self.global_batch_size,
@@ -204,7 +207,7 @@ class EpochBatches:
             self.epoch or 0,
             self.share,
             self.first,
-            self.shuffle,
+            data_order,
             self.stream,
         )
 

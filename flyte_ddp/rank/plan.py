@@ -73,7 +73,7 @@ class EpochPlan:
     epoch: int
     share: Share
     first: int = 0  # samples of the epoch before batch 0
-    shuffle: bool = True
+    data_order: Tensor | None = None  # (N,): the samples in their order, where none is drawn
     stream: Stream | None = None  # a data set with an order of its own
     weights: Tensor | None = None  # (N,): the samples' weights, for draws with replacement
     device: torch.device | str = "cpu"  # the device of the indices
@@ -86,8 +86,8 @@ class EpochPlan:
         """The order of the epoch: an index (N,), or a stream's own."""
         if self.stream is not None:
             return self.stream.order(self.global_batch_size, self.seed, self.epoch)
-        if not self.shuffle:
-            return torch.arange(self.num_samples, device=self.device)
+        if self.data_order is not None:
+            return self.data_order.to(self.device)
         order = epoch_order(self.num_samples, self.seed, self.epoch, self.weights)
         return order.to(self.device)
 
@@ -246,13 +246,22 @@ def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> 
     """Return this rank's held-out samples, cut into evaluation batches. No sample is repeated, so a
     rank may have none.
     """
-    all_of_them = torch.arange(len(samples), device=samples.index_device)
+    all_of_them = list_samples(samples.dataset, len(samples)).to(samples.index_device)
     mine = all_of_them[world.rank :: world.world_size]
     if as_stream(samples.dataset):  # a rank with a contiguous part reads few shards
         mine = all_of_them.tensor_split(world.world_size)[world.rank]
     if not len(mine):
         return []
     return mine.split(config.evaluation_batch_size)  # type: ignore[no-any-return]
+
+
+def list_samples(dataset: Any, num_samples: int) -> Tensor:
+    """Return the samples in the order of the data, (N,). Those of a mixture have its
+    proportions.
+    """
+    if hasattr(dataset, "list_samples"):
+        return torch.from_numpy(dataset.list_samples())
+    return torch.arange(num_samples)
 
 
 def as_stream(dataset: Any) -> Stream | None:

@@ -568,7 +568,7 @@ class Mapped:
 
     def __init__(self, dataset: Any, function: Callable[[Any, int], Any]) -> None:
         self.dataset, self.function = dataset, function
-        for name in ("key", "prefetch", "describe_shards"):
+        for name in ("key", "prefetch", "describe_shards", "list_samples"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import random
 import tempfile
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.data import Mixture, Shards, loader
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.plan import evaluation_shard
+from flyte_ddp.world import World
 from tests.support.errors import raises_one_line
 from tests.support.image_store import write_tree
 from tests.support.shards import make_tree
@@ -68,6 +73,42 @@ def make_data(kind, directory, sizes):
         return make_shards(directory, sizes, lanes=3, window=5)
     sources = {"a": make_shards(directory / "a", sizes), "b": make_shards(directory / "b", [40])}
     return Mixture(sources, {"a": 0.3, "b": 0.7}, stop="all_exhausted", lanes=3)
+
+
+def from_a(fields):
+    return "a"
+
+
+def from_b(fields):
+    return "b"
+
+
+@dataclasses.dataclass
+class HeldOut:
+    dataset: Mixture
+    index_device = torch.device("cpu")
+
+    def __len__(self):
+        return len(self.dataset)
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_a_mixture_in_the_order_of_the_data_has_its_proportions(stop, tmp_path):
+    sources = {
+        "a": dataclasses.replace(make_shards(tmp_path / "a", [50, 50]), transform=from_a),
+        "b": dataclasses.replace(make_shards(tmp_path / "b", [100]), transform=from_b),
+    }
+    data = Mixture(sources, {"a": 0.2, "b": 0.8}, stop, lanes=3)
+    held_out = []
+    for rank in range(3):
+        world = World(rank, 3, torch.device("cpu"))
+        for part in evaluation_shard(HeldOut(data), TrainingConfig(), world):
+            held_out += part.tolist()
+    assert len(held_out) == len(set(held_out)) == len(data)
+    batches = loader(data, 6, shuffle=False, epochs=1, collate_fn=list, num_ranks=1, rank=0)
+    for found in (list(itertools.chain(*batches)), [data[number] for number in held_out]):
+        assert len(found) == len(data)
+        assert found.count("b") / len(found) == pytest.approx(0.8, abs=0.03)
 
 
 def take(data, size, num_ranks, state, num_batches, **options):

@@ -366,6 +366,15 @@ def test_data_that_a_recipe_reads_where_they_lie_are_compared(kind, tmp_path, st
         check(recorded)
 
 
+def test_a_mixture_is_not_predicted(tmp_path, state):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text('{"number": 1}\n' * 100)
+    place = str(tmp_path / "data")
+    Shards(place).prepare()
+    with raises_one_line(ConfigError, "InPlace.predict_dataset: expected each sample once, got a"):
+        open_predictor(tmp_path, IN_PLACE, state, place=place, in_mixture=True)
+
+
 @pytest.mark.long
 def test_predictions_of_data_that_have_grown_are_refused_and_of_the_same_nothing_is_made(
     client, state, tmp_path

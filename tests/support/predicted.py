@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from flyte_ddp import session
-from flyte_ddp.data import Shards
+from flyte_ddp.data import Mixture, Shards
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.recipes.digits import Digits
 
@@ -137,6 +137,7 @@ class InPlace(Digits):
     """Reads numbers, one a line, or shards with such, where they lie."""
 
     place: str = ""
+    in_mixture: bool = False
     changeable_options = ("place",)
 
     def prepare_new_data(self, source, directory):
@@ -144,7 +145,10 @@ class InPlace(Digits):
 
     def predict_dataset(self, directory):
         if Path(self.place).is_dir():
-            return Mapped(Shards(self.place), take_number)
+            shards = Shards(self.place)
+            if self.in_mixture:
+                shards = Mixture({"a": shards}, {"a": 1})
+            return Mapped(shards, take_number)
         numbers = [float(line) for line in Path(self.place).read_text().split()]
         return Mapped(numbers, to_image)
 
