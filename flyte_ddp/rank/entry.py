@@ -223,11 +223,14 @@ def flush_files() -> None:
     """Flush open files, because a daemon thread that waits in gloo may abort this process at its
     end.
     """
-    gc.unfreeze()  # a frozen object is in no list, and a file may be one
+    # Not the frozen objects: to list those would copy the pages that this process shares with its
+    # server. The standard streams are the only files among them.
+    known = gc.get_objects()
     for kind in (io.TextIOWrapper, io.BufferedWriter):
-        for file in [each for each in gc.get_objects() if type(each) is kind]:
-            # The file may be closed, or its reader may have ended.
-            with contextlib.suppress(OSError, ValueError):
+        for file in (sys.stdout, sys.stderr, *[each for each in known if type(each) is kind]):
+            # The file may be closed, or its reader may have ended, or a program has put another
+            # object in the place of a stream.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 file.flush()
 
 

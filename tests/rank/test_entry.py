@@ -91,9 +91,15 @@ def test_a_recipes_rank_keeps_the_users_own_number_of_threads(given, expected, m
     assert choose_threads(3) == expected
 
 
-def test_files_are_flushed_even_if_the_collector_does_not_know_them(tmp_path):
-    with open(tmp_path / "text", "w") as file:
-        file.write("written")
+def test_open_files_are_flushed_and_what_the_server_imported_stays_untouched(tmp_path, monkeypatch):
+    with open(tmp_path / "stdout", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
         gc.freeze()  # A forked rank does this, too.
-        flush_files()
-        assert (tmp_path / "text").read_text() == "written"
+        with open(tmp_path / "later", "w") as later:
+            for each in (stdout, later):
+                each.write("written")
+            flush_files()
+            assert (tmp_path / "stdout").read_text() == "written"
+            assert (tmp_path / "later").read_text() == "written"
+    assert gc.get_freeze_count()
+    gc.unfreeze()
