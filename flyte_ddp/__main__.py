@@ -21,6 +21,7 @@ from flyte_ddp.errors import (
     ConfigError,
     DataError,
     GangLost,
+    NoAnswer,
     RankFailure,
     StorageUnavailable,
 )
@@ -36,6 +37,18 @@ COMMANDS = {
     "run": (
         "flyte_ddp.launch.run_options:main",
         "run a script in every rank, on this machine or on a Dask cluster",
+    ),
+    "status": (
+        "flyte_ddp.launch.inside:print_status",
+        "show what a run does now, here or on a cluster",
+    ),
+    "profile": (
+        "flyte_ddp.launch.inside:print_profile",
+        "trace some steps of a run that goes on",
+    ),
+    "stacks": (
+        "flyte_ddp.launch.inside:print_stacks",
+        "show where each rank of a run is, for a run that seems to hang",
     ),
     "rehearse": (
         "flyte_ddp.rehearsal.command:main",
@@ -127,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (
         *(ChampionChanged, ChampionError, CheckpointError, ClusterError),
-        *(GangLost, RankFailure, StorageUnavailable),
+        *(GangLost, NoAnswer, RankFailure, StorageUnavailable),
     ) as error:
         print_line(f"error: {error}")
         return 1

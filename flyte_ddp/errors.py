@@ -220,6 +220,10 @@ class ClusterError(RuntimeError):
     """The cluster did not come up, or could not be reached. The message names the missing part."""
 
 
+class NoAnswer(RuntimeError):
+    """A run does not answer, or could not do what it was asked for. The run itself goes on."""
+
+
 class PreflightError(ConfigError):
     """The cluster cannot be started. The message lists all findings, one per line."""
 

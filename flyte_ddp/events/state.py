@@ -41,6 +41,7 @@ MAX_PICTURES = 50  # pictures of a run that are kept
 # fields of `RunState` with the newest event of a class
 NEWEST: dict[type, str] = {
     NodesAwaited: "awaited",
+    AttemptEnded: "ended",
     RunStarted: "started",
     CheckpointLoaded: "loaded",
     CheckpointWritten: "checkpoint",
@@ -92,6 +93,7 @@ class RunState(Listener):
     # runs and only the epochs matter.
     keep_reports: bool = True
     awaited: NodesAwaited | None = None  # reason of the current wait; None while ranks run
+    ended: AttemptEnded | None = None  # the newest end of an attempt
     started: RunStarted | None = None  # the newest start of the ranks
     # result of the search for a checkpoint in this attempt; None before, or without a search
     loaded: CheckpointLoaded | None = None

@@ -134,7 +134,7 @@ def run_rank(
     # Lines appear while the rank runs, and before it is killed.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     # A signal also writes the stacks, for a rank that hangs in C code with the interpreter's lock.
-    stacks = open(rank_stacks(logs, rank), "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    stacks = open(rank_stacks(logs, rank), "a", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
     link = AgentLink(pipe, beats, local_rank, stacks)

@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,17 @@ def time_waits(add: Callable[[float], None]) -> None:
 
     timed.is_timed = True  # type: ignore[attr-defined]
     work.wait = timed  # type: ignore[union-attr]
+
+
+def dump_gpu_memory(file: Path) -> list[Path]:
+    """Write what the memory of this process's GPU holds to a file, for pytorch.org/memory_viz.
+    Return the file; [] without a GPU in use, or without the name.
+    """
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is None or not torch.cuda.is_initialized():
+        return []
+    dump(str(file))
+    return [file]
 
 
 def group_timeout(device: torch.device) -> timedelta:

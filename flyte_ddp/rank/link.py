@@ -23,6 +23,7 @@ from flyte_ddp.launch.protocol.messages import (
     Entered,
     Inspect,
     Prepared,
+    Profile,
     RankBeat,
     Resumed,
     Stop,
@@ -32,6 +33,7 @@ from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.launch.protocol.signals import find_signal
 from flyte_ddp.process.threads import start_thread
 from flyte_ddp.rank.collectives import entered_collectives
+from flyte_ddp.rank.profiler import answer_profile
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +119,8 @@ class AgentLink:
                     if not os.fstat(self.stacks.fileno()).st_size:
                         faulthandler.dump_traceback(self.stacks)
                     self.send(Entered(entered_collectives()))
+                case Profile():
+                    start_thread("profile", answer_profile, message, self.send)
                 case Stop(reason, seconds):
                     self.stop_signal = find_signal(reason)
                     self.saves_until = time.monotonic() + SAVE_SHARE * seconds

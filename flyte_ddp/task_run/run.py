@@ -16,6 +16,7 @@ from typing import Any
 
 from flyte_ddp.events import Listener, NodesAwaited, RunState
 from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.control.inside import show_waits
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.launch.run import Gang
@@ -127,7 +128,9 @@ class TaskRun:
         job = Job(program, launched_at=self.opened_at, **fields)
         writer = HistoryFile(history_file)
         waits = WaitReporter(self.say, writer, report, self.publisher)
-        with gang.open_place(program, self.name, waits.report) as place:
+        if not self.execution.is_local:
+            self.say(f"to look into this run: flyte-ddp status {redact_url(job.checkpoints)}")
+        with gang.open_place(program, self.name, show_waits(job, waits.report)) as place:
             listeners: list[Listener] = [self.bar, writer]
             if self.tracking:
                 history = self.files.url(HISTORY) or str(history_file)

@@ -13,7 +13,16 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from flyte_ddp import events
-from flyte_ddp.launch.protocol.messages import Beat, Emitted, End, Inspect, Kill, Lines, Stop
+from flyte_ddp.launch.protocol.messages import (
+    Beat,
+    Emitted,
+    End,
+    Inspect,
+    Kill,
+    Lines,
+    Profile,
+    Stop,
+)
 from flyte_ddp.launch.protocol.signals import StopRequest
 
 
@@ -25,7 +34,7 @@ class Link:
     put: Callable[[Any], None]
     stop: StopRequest = field(default_factory=StopRequest)
     beat: Beat = field(default_factory=Beat)
-    question: Inspect | None = None  # question without an answer yet
+    question: Inspect | Profile | None = None  # question that the ranks have not got yet
     is_over: threading.Event = field(default_factory=threading.Event)
     _previous: Any = None  # the latest command
     _lines: list[str] = field(default_factory=list)
@@ -45,7 +54,7 @@ class Link:
         match command:
             case Stop(reason, seconds):
                 self.stop.revise(reason, seconds)
-            case Inspect():
+            case Inspect() | Profile():
                 self.question = command
             case Kill():
                 self.kill_ranks("the driver ended the attempt")

@@ -62,6 +62,8 @@ from flyte_ddp.launch.protocol.messages import (
     Pace,
     PartSaved,
     Prepared,
+    Profile,
+    Profiled,
     RaisedError,
     RankBeat,
     Resumed,
@@ -264,7 +266,7 @@ class _Ranks:
             question = self.link.question
             if question:
                 self.link.question = None
-                self.link.send(Inspected(question.number, list(self._inspect(question))))
+                self._answer(question)
             if stop.is_urgent or time.monotonic() > stop.deadline:
                 return End(Outcome.KILLED, stop.reason)
             if stop.is_set() and not has_data:
@@ -303,6 +305,15 @@ class _Ranks:
             for rank in self.ranks:
                 rank.send(Stop(stop.reason, stop.deadline - time.monotonic()))
 
+    def _answer(self, question: Inspect | Profile) -> None:
+        """Answer a question. A request for a profile is passed on to its rank, which answers."""
+        if isinstance(question, Inspect):
+            self.link.send(Inspected(question.number, list(self._inspect(question))))
+            return
+        for rank in self.ranks:
+            if rank.number == question.rank:
+                rank.send(question)
+
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
         for rank in self.ranks:
@@ -338,8 +349,8 @@ class _Ranks:
                         self.memory.take(saved)
                     case Resumed(attempt, turn):
                         self.memory.keep_only(attempt, turn)
-                    case Submitted() as submitted:
-                        self.link.send(submitted)
+                    case Submitted() | Profiled() as message:
+                        self.link.send(message)
                     case Returned(outcome, error):
                         rank.outcome = outcome
                         if error:
@@ -411,10 +422,11 @@ class _Ranks:
 
     def _inspect(self, question: Inspect) -> Iterator[InspectedRank]:
         """Yield each rank with its collectives and the stacks of all its threads."""
-        now = time.monotonic()
         asked = [rank for rank in self.ranks if rank.process.is_alive()]
         for rank in asked:
             rank.groups = None
+            with contextlib.suppress(FileNotFoundError):  # stacks of an earlier question
+                os.truncate(rank_stacks(self.logs, rank.number), 0)
             rank.send(question)
         for look in range(NUM_STACK_LOOKS):
             time.sleep(ANSWER_TIMEOUT / NUM_STACK_LOOKS)
@@ -430,6 +442,7 @@ class _Ranks:
                     if rank.process.is_alive() and not self._stacks_of(rank):
                         # No thread of the rank answers, so a signal asks for its stacks.
                         os.kill(rank.process.pid or 0, signal.SIGUSR1)
+        now = time.monotonic()
         for rank, beat in zip(self.ranks, self.beats, strict=True):
             stacks = self._stacks_of(rank) or (
                 f"  no stack: none was written within {ANSWER_TIMEOUT:g} s"

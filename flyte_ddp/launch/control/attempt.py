@@ -17,9 +17,9 @@ from flyte_ddp.checkpoints.memory import name_memory
 from flyte_ddp.errors import NodeLost, TrainingStopped
 from flyte_ddp.launch.control.causes import Failure, find_cause
 from flyte_ddp.launch.control.gang_failures import Failures
+from flyte_ddp.launch.control.inspection import Inspection
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.paces import PaceWatch
-from flyte_ddp.launch.control.stall_watch import StallWatch
 from flyte_ddp.launch.control.states import (
     KILL_TIMEOUT,
     REPORT_TIMEOUT,
@@ -46,6 +46,7 @@ from flyte_ddp.launch.protocol.messages import (
     Leaving,
     Lines,
     Outcome,
+    Profiled,
     Stop,
     Submitted,
 )
@@ -73,7 +74,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.paces = PaceWatch(self.nodes.world_size, self.emit)
-        self.stalls = StallWatch(self.nodes, self.relay)
+        self.inspection = Inspection(self.nodes, self.relay)
         self.failures = Failures(self.nodes.nodes)
 
     def train(self, job: Job, num_restarts: int) -> bool:
@@ -112,7 +113,7 @@ class Attempt:
     def _advance(self, program: Program) -> None:
         self._receive()
         if isinstance(self.state, Running) and not self.failures:
-            stall = self.stalls.look(program)
+            stall = self.inspection.look(program)
             if stall:
                 self.failures.add(stall)
         state = next_state(self.state, self._facts(program))
@@ -210,7 +211,9 @@ class Attempt:
                 case Failed(failure) if node.outcome is None:
                     self._note_failure(node, failure)
                 case Inspected():
-                    self.stalls.take(node, message)
+                    self.inspection.take(node, message)
+                case Profiled():
+                    self.inspection.take_profile(message)
                 case End() if node.outcome is None:
                     self._note_end(node, message)
 

@@ -41,6 +41,7 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.launch.control.attempt import Attempt
 from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
+from flyte_ddp.launch.control.inside import Inside
 from flyte_ddp.launch.control.memory_note import read_note, write_note
 from flyte_ddp.launch.control.nodes import Nodes
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
@@ -157,6 +158,8 @@ def run(
         if results is not None:
             own.results = Results(results)
             stack.callback(own.results.close, stop)
+        if storage:
+            stack.push(Inside(own, state).close)
         try:
             own.drive()
         except TrainingStopped as stopped:
@@ -221,6 +224,7 @@ class Run:
     prepared: concurrent.futures.Future[str] | None
     results: Results | None = None  # receives the files that ranks submit
     num_attempts: int = 0
+    attempt: Attempt | None = None  # the latest attempt
     before: Before = field(default_factory=Before)  # the run up to the latest attempt
 
     def __post_init__(self) -> None:
@@ -289,7 +293,8 @@ class Run:
         take_result = None
         if self.results:
             take_result = self.results.put
-        return Attempt(nodes, self._take, self.relay, self.stop, shows_nodes, take_result)
+        self.attempt = Attempt(nodes, self._take, self.relay, self.stop, shows_nodes, take_result)
+        return self.attempt
 
     def _take(self, event: events.Event) -> None:
         """Note the steps in the store that an event names, and pass the event on."""

@@ -261,6 +261,15 @@ def _stacks(ranks: Sequence[InspectedRank], first: set[int]) -> list[str]:
     return lines
 
 
+def list_stacks(ranks: Iterable[InspectedRank]) -> list[str]:
+    """Return the stacks of all threads of each rank, as lines."""
+    return [
+        f"[rank {rank.number}] {line}"
+        for rank in ranks
+        for line in (head_line([rank]), *rank.stacks.splitlines())
+    ]
+
+
 def head_line(owners: Sequence[InspectedRank]) -> str:
     """Return the line above a stack of these ranks."""
     steps = sorted({rank.step for rank in owners})

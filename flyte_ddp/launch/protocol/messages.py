@@ -9,7 +9,8 @@ class here, a line in the table, and a `case` where it arrives.
 | `NodeJob`   | driver        | agent         | an attempt begins elsewhere, or may soon           |
 | `Go`        | driver        | agent         | every second until another command: it is there    |
 | `Stop`      | driver, agent | agent, rank   | ranks have to save their state and end             |
-| `Inspect`   | driver, agent | agent, rank   | nothing moves any more: where is each rank?        |
+| `Inspect`   | driver, agent | agent, rank   | where is each rank? Nothing moves, or a user asks  |
+| `Profile`   | driver, agent | agent, rank   | a user asks for a profile of a rank's next steps   |
 | `Kill`      | driver        | agent         | ranks have to end at once                          |
 | `Leaving`   | Dask worker   | driver        | its machine goes away                              |
 | `Beat`      | agent         | driver        | every second, and when one of its `news` changes   |
@@ -17,6 +18,7 @@ class here, a line in the table, and a `case` where it arrives.
 | `Lines`     | agent         | driver        | ranks have printed them                            |
 | `Failed`    | agent         | driver        | a rank failed, or the agent cannot run its ranks   |
 | `Inspected` | agent         | driver        | answers `Inspect`                                  |
+| `Profiled`  | rank, agent   | agent, driver | answers `Profile`, once its files are in the store |
 | `End`       | agent         | driver        | last: all processes of its ranks are gone          |
 | `Prepared`  | agent         | rank          | the data are there                                 |
 | `Entered`   | rank          | agent         | answers `Inspect`, once its stacks are written     |
@@ -150,6 +152,16 @@ class Inspect:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Profile the next steps of a rank, and go on."""
+
+    id: str  # identifies the request
+    rank: int
+    num_steps: int
+    place: str  # URL of the directory for its files
+
+
+@dataclass(frozen=True)
 class Kill:
     """End at once."""
 
@@ -217,7 +229,7 @@ class Failed:
 
 @dataclass
 class InspectedRank:
-    """A rank of a gang that stands still."""
+    """A rank, and where its threads are."""
 
     number: int
     step: int
@@ -239,6 +251,15 @@ class Inspected:
 
     number: int  # number of the question
     ranks: list[InspectedRank]
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The profile of a rank."""
+
+    id: str = ""  # identifies the request
+    files: list[str] = field(default_factory=list)  # names in its place
+    problem: str = ""  # why there are fewer files than asked for; one line
 
 
 @dataclass(frozen=True)
