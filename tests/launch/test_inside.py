@@ -18,7 +18,14 @@ from flyte_ddp.launch.control import inside
 from flyte_ddp.launch.control.inside import Inside, describe_end, find_phase, show_waits
 from flyte_ddp.launch.control.inspection import Inspection
 from flyte_ddp.launch.control.states import Ended, Killing, Running, Stopping, Why
-from flyte_ddp.launch.protocol.messages import Inspect, Inspected, InspectedRank, Profile, Profiled
+from flyte_ddp.launch.protocol.messages import (
+    Beat,
+    Inspect,
+    Inspected,
+    InspectedRank,
+    Profile,
+    Profiled,
+)
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.requests import (
     REQUEST,
@@ -37,7 +44,7 @@ PROGRAM = Program("digits", b"")
 
 def attempt(state=None, step=0):
     """What a driver shows of an attempt with three ranks on a node."""
-    node = SimpleNamespace(index=0, label="", outcome=None)
+    node = SimpleNamespace(index=0, label="", outcome=None, beat=Beat())
     nodes = SimpleNamespace(world_size=3, nodes=[node], sent=[])
     nodes.send = nodes.sent.append
     return SimpleNamespace(
@@ -231,8 +238,11 @@ def test_ranks_show_their_stacks_and_then_one_is_profiled(tmp_path, monkeypatch)
     assert answer.problem == "RuntimeError: no profiler"
     stacks = (tmp_path / "profiles" / NAME / "stacks.txt").read_text()
     assert "[rank 2] --- rank 2, at step 3, last progress 1 s ago\n[rank 2]   File 2\n" in stacks
-    watched._serve_request()  # an answered request stays for its asker
-    assert len(sent) == 2
+    # An answered request stays for its asker, and the next attempt does not begin with it.
+    watched.run.attempt = attempt()
+    watched._serve_request()
+    assert watched.run.attempt.inspection.order is None
+    assert read(tmp_path) == answer
 
 
 def test_stacks_alone_send_no_profile(tmp_path, monkeypatch):
@@ -242,7 +252,8 @@ def test_stacks_alone_send_no_profile(tmp_path, monkeypatch):
     watched._serve_request()
     current.inspection.look(PROGRAM)
     current.inspection.take(current.nodes.nodes[0], Inspected(1, []))
-    current.inspection.look(PROGRAM)
+    for _ in range(2):  # takes the answers, and asks no more
+        current.inspection.look(PROGRAM)
     watched._serve_request()
     assert read(tmp_path).files == ["stacks.txt"]
     assert current.nodes.sent == [Inspect(1)]
