@@ -85,7 +85,7 @@ def field(
     """Declare a dataclass field with its default, its meaning and its `limits`, which are fields of
     `Limits`.
 
-    The limits of a list apply to its items.
+    The limits of a list or an object apply to its items.
 
     Args:
         listed: the list in the table `allowed` of settings.toml that says what a launch may give;
@@ -173,7 +173,10 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name}: expected an object with strings as keys, got {value!r}")
-        return {key: check(f"{name}[{key!r}]", each, arguments[1]) for key, each in value.items()}
+        return {
+            key: check(f"{name}[{key!r}]", each, arguments[1], limits)
+            for key, each in value.items()
+        }
     return _check_scalar(name, value, kind, limits)
 
 
@@ -269,6 +272,7 @@ _SYNONYMS = {
     "parallel": "strategy fsdp ddp",
     "frozen_layers": "freeze freezelayers",
     "max_hours": "maxtime timelimit",
+    "max_cost": "budget maxbudget",
 }
 SYNONYMS = {name: field for field, names in _SYNONYMS.items() for name in names.split()}
 

@@ -93,6 +93,7 @@ class Needs:
     batch: Batch | None = None
     compiler: bool = False  # a C++ compiler, to compile the model
     gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
+    max_cost: float = 0.0  # limit of the cost of all attempts; 0 is no limit
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,12 @@ class TrainingConfig(Checked):
         help="of a Flyte task, all attempts together, until it ends for good with a final "
         "checkpoint; 0 is no limit",
     )
+    max_cost: float = field(
+        0.0,
+        minimum=0,
+        help="of the run's nodes, by the table prices in settings.toml, all attempts together, "
+        "until it ends for good with a final checkpoint; 0 is no limit",
+    )
     recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")
 
     @property
@@ -352,7 +359,13 @@ class TrainingConfig(Checked):
         if self.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         return Needs(
-            self.stall_timeout, self.store_timeout, variables, self.batch, self.compile, gpus
+            self.stall_timeout,
+            self.store_timeout,
+            variables,
+            self.batch,
+            self.compile,
+            gpus,
+            self.max_cost,
         )
 
 

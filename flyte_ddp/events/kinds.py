@@ -79,6 +79,9 @@ class AttemptStarted(Timed):
     waited_seconds: float
     # for a final checkpoint, from the notice that a node has to go; 0: not known
     grace_seconds: float = 0.0
+    price: float = 0.0  # price of all nodes per hour; 0: not known
+    # what they would have cost in the part of `waited_seconds` before their pods started
+    absent_cost: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class RunState(Listener):
         self._progress: list[tuple[float, int]] = []
         # Unix time by step of checkpoints that are copied, and not yet in the store
         self._copied_at: dict[int, float] = {}
-        self._time = WallTime()
+        self._time, self._cost = WallTime(), WallTime(is_cost=True, rate=0.0)
 
     @classmethod
     def of(cls, events: Iterable[Event], keep_reports: bool = True) -> RunState:
@@ -138,6 +138,7 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
+        self._cost.handle(event)
         # This comes before `_add_results`, which reads `_progress`.
         if isinstance(event, Reported | EpochFinished) and event.at:
             self._progress = [*self._progress[:1], (event.at, event.step)]
@@ -267,6 +268,23 @@ class RunState(Listener):
         if self.finished:
             until = 0.0
         return self._time.spent(until)
+
+    def cost(self, until: float = 0.0) -> dict[str, float]:
+        """Return what the nodes have cost, as `time_spent` counts: in all, and of it for training,
+        for waiting, and for work that was lost and is repeated. It is empty if no price is known.
+        """
+        if self.finished:
+            until = 0.0
+        spent = self._cost.spent(until)
+        if not spent.wall:
+            return {}
+        training = spent.stepping + spent.evaluating + spent.program
+        return {
+            "total": spent.wall,
+            "training": training,
+            "waiting": spent.wall - training - spent.redone_steps,
+            "repeated_work": spent.redone_steps,
+        }
 
     def position(self, step: int) -> float:
         """Convert an optimizer step to epochs, such as 1.5 for the middle of the second epoch."""

@@ -66,8 +66,12 @@ class TimeSpent:
 class WallTime:
     """The account: each interval between two events is booked once, so the parts always add up to
     the wall time.
+
+    An account of the cost books the price of each interval in place of its seconds.
     """
 
+    is_cost: bool = False
+    rate: float = 1.0  # amount that is booked for each second
     seconds: dict[str, float] = field(default_factory=lambda: TimeSpent().parts())
     pause: str = "starting"  # purpose of the time without steps
     phase: str = "starting"  # purpose of the time since the last event
@@ -91,9 +95,11 @@ class WallTime:
                 self.pause = "restarting"
             self.phase = self.pause
             self.last = event.launched_at  # another process: nobody waited in between
+        if self.is_cost and isinstance(event, kinds.AttemptStarted):
+            self.rate = event.price / 3600
         elapsed = 0.0
         if self.last:
-            elapsed = max(0.0, event.at - self.last)
+            elapsed = self.rate * max(0.0, event.at - self.last)
         self.last = max(self.last, event.at)
         self.seconds[self.phase] += elapsed
         self._book_attempts(event, elapsed)
@@ -103,13 +109,16 @@ class WallTime:
         """Book the time around the start and the end of ranks."""
         match event:
             case kinds.AttemptStarted():
-                self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
+                waited = min(self.rate * event.waited_seconds, elapsed)
+                self._move(waited, self.phase, "waiting_for_nodes")
+                if self.is_cost:
+                    self.seconds["waiting_for_nodes"] -= min(waited, event.absent_cost)
                 self.phase = self.pause
             case kinds.AttemptEnded():
                 self.pause = "restarting"
                 if event.num_leaving:
                     self.pause = "announced_losses"
-                self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
+                self._move(min(self.rate * event.idle_seconds, elapsed), self.phase, self.pause)
                 self.phase = self.pause
                 self.reached.append((event.step, dict(self.seconds)))
             case kinds.RunStarted():
@@ -131,9 +140,10 @@ class WallTime:
                     self._move(elapsed, "program", "stepping")
                 self.reached.append((event.step, dict(self.seconds)))
             case kinds.EpochFinished():
-                self._move(event.evaluation_seconds, "stepping", "evaluating")
+                self._move(self.rate * event.evaluation_seconds, "stepping", "evaluating")
             case kinds.CheckpointSaved():
-                self._move(min(event.seconds, elapsed), self.work, "checkpoint_stalls")
+                stall = min(self.rate * event.seconds, elapsed)
+                self._move(stall, self.work, "checkpoint_stalls")
                 self.has_saved = True
                 mark = event.step, dict(self.seconds)
                 if event.url or not self._has_saved_steps():
@@ -153,7 +163,7 @@ class WallTime:
         """Return the account up to the last event, or `until` if it is later."""
         seconds = dict(self.seconds)
         if self.last:
-            seconds[self.phase] += max(0.0, until - self.last)
+            seconds[self.phase] += self.rate * max(0.0, until - self.last)
         return TimeSpent(**seconds)
 
     def _start_training(self, resumed_step: int) -> None:

@@ -174,12 +174,13 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             checkpoints=checkpoints,
         )
         variables = {**find_variables(FLYTE_VARIABLES), **self.environment}
+        config = self.task_config
         return Program(
             name=attribute,
             call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
             logging=CallerLogging.read(),
-            needs=Needs(self.task_config.stall_timeout, variables=variables),
+            needs=Needs(config.stall_timeout, variables=variables, max_cost=config.max_cost),
         )
 
 

@@ -119,7 +119,7 @@ class DistributedTask(MainThreadTask):
             call = RankCall(self.func, flyte.ctx().replace(data=None))
             program = function_program(call, (), inputs, config.stall_timeout)
             variables = {**find_variables(FLYTE_VARIABLES), **(self.env_vars or {})}
-            program = program.with_needs(variables=variables)
+            program = program.with_needs(variables=variables, max_cost=config.max_cost)
             packages = packages_beside(self.func.__module__)
             program = dataclasses.replace(program, name=name, packages=packages)
             return cloudpickle.loads(run_function(run, config, program, gang))

@@ -49,6 +49,8 @@ class Distributed:
             it counts from the first `session.report` on.
         max_hours: hours of the task, all attempts together. After that its ranks are asked for a
             final checkpoint, and the task ends for good. 0 is no limit.
+        max_cost: what the nodes of the run may cost, by the table `prices` of settings.toml. Then
+            it ends as after `max_hours`. 0 is no limit.
         wandb: the project of W&B that records the run, with the key in the task's secret
             `wandb/api_key` or in WANDB_API_KEY; "" for none, as for a function that calls W&B
             itself.
@@ -93,6 +95,7 @@ class Distributed:
     mlflow: str = ""
     tensorboard: str = ""
     results: str = ""
+    max_cost: float = 0.0
 
     def __post_init__(self) -> None:
         check("allowed", self.allowed or {}, Allowed)
@@ -102,6 +105,7 @@ class Distributed:
                 f"{name}: expected none beside {trackers[0]}, got {getattr(self, name)!r}"
             )
         finite_number("max_hours", self.max_hours, minimum=0, unit="hours")
+        finite_number("max_cost", self.max_cost, minimum=0)
         self.gang()
 
     def gang(self, pods: Mapping[str, Any] | None = None) -> Gang:

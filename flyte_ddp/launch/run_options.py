@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flyte_ddp.code.source_code import find_project
-from flyte_ddp.config.fields import HELP, read_object, whole_number
+from flyte_ddp.config.fields import HELP, finite_number, read_object, whole_number
 from flyte_ddp.config.options import Option, add_options
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
@@ -113,6 +113,7 @@ OWN_OPTIONS = (
     ),
     ("--results", "directory or URL for the files of session.submit_result", ""),
     ("--max-hours", "until the run is ended, after a final checkpoint (default: no limit)", 0.0),
+    ("--max-cost", "of the nodes, by the prices in settings.toml, until the run is ended", 0.0),
     ("--no-prefix", "show lines of output as they are", False),
     *OBSERVER_OPTIONS,
 )
@@ -256,9 +257,10 @@ def read_program(options: argparse.Namespace) -> Program:
     grace = int(stop_grace())
     if options.shutdown_timeout is not None:
         grace = whole_number("--shutdown-timeout", options.shutdown_timeout)
+    max_cost = finite_number("max_cost", options.max_cost, minimum=0)
     return dataclasses.replace(
         program,
-        needs=Needs(options.stall_timeout, variables=variables),
+        needs=Needs(options.stall_timeout, variables=variables, max_cost=max_cost),
         stop_grace=grace,
         shows_ranks=not options.no_prefix,
     )

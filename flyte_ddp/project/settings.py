@@ -84,6 +84,9 @@ class Settings:
     driver: Size = field(Size(1, 8, 20, 48))
     small: Size = field(Size(1, 2, 20, 6))
     allowed: Allowed = field(Allowed())
+    prices: dict[str, float] = field(
+        factory=dict, minimum=0, help="per hour of a node, by patterns for its labels"
+    )
     termination_grace: int = field(60, minimum=10)  # seconds
     tracking: str = field("wandb", choices=TRACKERS)
     mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")

@@ -19,6 +19,7 @@ import dask.config
 import distributed  # noqa: F401 - adds its defaults to the configuration
 import pytest
 import yaml
+from kubernetes import client
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
@@ -1222,3 +1223,29 @@ def test_the_doctor_finds_clusters_that_outlived_their_driver(
         f"it: kubectl --namespace other delete daskcluster {name} --cascade=foreground"
         for name, pod in [("ended", "failed"), ("replaced", "reborn")]
     ]
+
+
+def test_the_labels_of_nodes_and_the_starts_of_pods_are_those_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = datetime.datetime(2026, 11, 29, tzinfo=datetime.timezone.utc)
+    nodes = [
+        client.V1Node(metadata=client.V1ObjectMeta(name=name, labels={"zone": name[-1]}))
+        for name in ("node-a", "node-b")
+    ]
+    pods = {
+        "worker-0": client.V1PodSpec(containers=[], node_name="node-b"),
+        "worker-1": client.V1PodSpec(containers=[], node_name="node-c"),  # gone
+    }
+
+    def call(_: str, method: str, *args: str, patience: float) -> Any:
+        if method == "list_node":
+            return client.V1NodeList(items=nodes)
+        assert (method, args[1]) == ("read_namespaced_pod", "team")
+        return client.V1Pod(spec=pods[args[0]], status=client.V1PodStatus(start_time=begun))
+
+    monkeypatch.setattr(api, "call", call)
+    found = api.locate_nodes(["worker-0", "worker-1"], "team")
+    assert found == [({"zone": "b"}, begun.timestamp()), ({}, begun.timestamp())]
+    host = {"kubernetes.io/hostname": socket.gethostname()}
+    assert api.locate_nodes(["0", "1"], "") == [(host, 0.0)] * 2

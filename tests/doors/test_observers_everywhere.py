@@ -103,6 +103,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_rank_starts(environ
     assert capsys.readouterr().err == (
         "error: max_hours: expected a finite number of at least 0 (hours), got -1.0\n"
     )
+    assert main(["run", "--max-cost", "-1", str(environment / "train.py")]) == 2
+    assert capsys.readouterr().err == (
+        "error: max_cost: expected a finite number of at least 0, got -1.0\n"
+    )
 
 
 @task(task_config=Distributed(wandb="functions"))

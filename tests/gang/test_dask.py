@@ -12,17 +12,21 @@ import torch
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.code import source_code
 from flyte_ddp.errors import (
     ClusterError,
     ConfigError,
     NodeLost,
 )
+from flyte_ddp.events import RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes
 from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import card_page, run_card
 from flyte_ddp.storage import read_file
 from flyte_ddp.storage.state_dict_file import from_bytes
 from tests.support.dask_runs import (
@@ -82,6 +86,37 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_a_run_costs_its_nodes_times_time_times_price_and_ends_at_max_cost(
+    client, tmp_path, monkeypatch
+):
+    price = 3600.0  # per hour of a node
+    (tmp_path / "settings.toml").write_text(
+        f"recipes = []\n[prices]\n'kubernetes.io/hostname=*' = {price}\n"
+    )
+    monkeypatch.setattr(source_code, "_project", tmp_path)
+    run = train(new_run(tmp_path / "whole"), client, LOCAL, epochs=2)
+    (begun,) = events_of(run, events.AttemptStarted)
+    (finished,) = events_of(run, events.RunFinished)
+    seconds = finished.at - begun.launched_at
+    cost = run.result.cost()
+    assert cost["total"] == pytest.approx(2 * seconds * price / 3600, rel=0.01)
+    parts = [cost[name] for name in ("training", "waiting", "repeated_work")]
+    assert sum(parts) == pytest.approx(cost["total"])
+    assert parts[0] > 0
+    assert parts[1] > 0
+    card = run_card(RunState.of(run.events))
+    assert card["cost"] == pytest.approx(cost)
+    assert f"| Cost | total {cost['total']:,.2f}, training " in card_page(card)
+    page = tmp_path / "report.html"
+    Report.of(run.result).write(page)
+    assert f"{cost['total']:,.2f}" in page.read_text()
+    with pytest.raises(
+        ConfigError, match=r"^max_cost: the run has reached its limit of 8, over all attempts: "
+    ):
+        train(new_run(tmp_path / "limited"), client, LOCAL, epochs=100_000, max_cost=8)
+
+
 def test_nodes_have_the_drivers_storage_keys_which_nobody_sees_where_a_rank_fails(
     client, tmp_path, monkeypatch, caplog, finished_run
 ):

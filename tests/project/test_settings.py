@@ -55,6 +55,9 @@ small = {cpus = 7, memory_gib = 13, disk_gib = 53, timeout_hours = 15}
 
 [allowed]
 urls = ["s3://own/*"]
+
+[prices]
+"zone=own" = 17.5
 """
 # Where a registration shows each field. `profile` chooses among the others.
 SEEN = {
@@ -81,6 +84,7 @@ SEEN = {
     "driver": "mem='12Gi'",
     "small": "mem='13Gi'",
     "allowed": "s3://own/*",
+    "prices": "{'zone=own': 17.5}",
 }
 # Prints what a registration makes of the settings, once for each tracker.
 REGISTRATION = """
@@ -100,7 +104,7 @@ for tracker in ("wandb", "mlflow", "tensorboard"):
     pods += [resources.pod(size) for size in (own.driver, own.small)]
     for pod in pods:
         print(pod, pod["pod_template"].pod_spec, getattr(pod.get("accelerator"), "_device", ""))
-    print(own.allowed)
+    print(own.allowed, own.prices)
 plan = registration.launch_plan("own", retrain_wf)
 print(plan._saved_inputs, plan.schedule, plan.notifications)
 """
@@ -167,6 +171,7 @@ def test_each_field_is_part_of_the_version():
         "tracking": "tensorboard",
         "mlflow_url": "http://mlflow.team",
         "allowed": {"urls": []},
+        "prices": {"zone=own": 17.5},
         **dict.fromkeys(("training", "driver"), own.small),
         "small": own.driver,
     }

@@ -125,6 +125,7 @@ def test_a_count_is_a_whole_number_of_any_kind_or_one_line(name):
         ("stall_timeout", lambda value: launch_run.Gang(stall_timeout=value), [None]),
         ("max_hours", lambda value: TimeLimit(value, time.time()).cancel(), [None]),
         ("max_hours", lambda value: Distributed(max_hours=value), [None]),
+        ("max_cost", lambda value: Distributed(max_cost=value), [None]),
         ("session.report: epoch", lambda value: session_of()[0].reporter.report(1, value, {}), []),
     ],
 )

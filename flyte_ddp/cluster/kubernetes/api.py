@@ -293,6 +293,31 @@ def pods_of(name: str, namespace: str) -> list[Any]:
     return list(call(*request, label_selector=f"{CLUSTER}={name}", patience=0).items)
 
 
+def locate_nodes(workers: Sequence[str], namespace: str) -> list[tuple[dict[str, str], float]]:
+    """Return the labels of each worker's node, and when its pod started, in seconds since the
+    epoch.
+
+    Args:
+        namespace: of pods with the names of the workers; "" if this pod, or this machine outside
+            Kubernetes, counts as the node of each worker.
+
+    Raises:
+        ClusterError: the pods and nodes cannot be read.
+    """
+    host = socket.gethostname()
+    if not namespace:
+        workers, namespace = [host] * len(workers), own_namespace()
+    if not namespace:
+        return [({"kubernetes.io/hostname": host}, 0.0)] * len(workers)
+    nodes = call("CoreV1Api", "list_node", patience=0).items
+    labels = {node.metadata.name: node.metadata.labels for node in nodes}
+    found = []
+    for name in workers:
+        pod = call("CoreV1Api", "read_namespaced_pod", name, namespace, patience=0)
+        found.append((labels.get(pod.spec.node_name, {}), pod.status.start_time.timestamp()))
+    return found
+
+
 def is_ready(pod: Any) -> bool:
     """Return whether the pod serves, and is not being deleted."""
     return pod.metadata.deletion_timestamp is None and any(

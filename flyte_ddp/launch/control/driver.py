@@ -40,6 +40,7 @@ from flyte_ddp.errors import (
     log_failures,
 )
 from flyte_ddp.launch.control.attempt import Attempt
+from flyte_ddp.launch.control.costs import Costs
 from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
 from flyte_ddp.launch.control.inside import Inside
 from flyte_ddp.launch.control.memory_note import read_note, write_note
@@ -133,9 +134,8 @@ def run(
     """
     open_standard_streams()
     place.check(job)
-    variables = {**job.program.needs.variables, COMMAND_VARIABLE: find_flyte_ddp_command()}
-    program = job.program.with_needs(variables=variables)
-    job = dataclasses.replace(job, program=program, library=_library_at_start())
+    job = _complete(job)
+    program = job.program
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
         storage = None
@@ -144,13 +144,16 @@ def run(
         if program.missing_state and not (storage and stored_steps(storage.url)):
             raise ConfigError(program.missing_state)
         name = f"training-{uuid.uuid4().hex[:12]}"
-        dispatcher = stack.enter_context(Dispatcher([*listeners, *_make_traces(job, name)], state))
+        costs = Costs(job, storage, lambda: own.stop.set("SIGTERM"))
+        dispatcher = stack.enter_context(
+            Dispatcher([*listeners, costs, *_make_traces(job, name)], state)
+        )
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
         prepared = None
         if data:
             prepared = call_in_background(data)
         own = Run(
-            *(name, place, job, storage, stop, dispatcher.emit),
+            *(name, place, job, storage, stop, dispatcher.emit, costs),
             relay=lambda line: show(redact_url(line)),
             prepared=prepared,
         )
@@ -164,10 +167,17 @@ def run(
             own.drive()
         except TrainingStopped as stopped:
             own.say_where_to_resume(stopped)
-            raise
+            raise costs.convert_error(stopped) from None
     if own.results:
         own.results.check()
     return state
+
+
+def _complete(job: Job) -> Job:
+    """Return the job with what its ranks need of this process."""
+    variables = {**job.program.needs.variables, COMMAND_VARIABLE: find_flyte_ddp_command()}
+    program = job.program.with_needs(variables=variables)
+    return dataclasses.replace(job, program=program, library=_library_at_start())
 
 
 @functools.cache
@@ -219,6 +229,7 @@ class Run:
     storage: Storage | None  # store of the checkpoints; None for a run without checkpoints
     stop: StopRequest
     emit: Callable[[events.Event], None]
+    costs: Costs
     relay: Callable[[str], None]
     # local directory of the prepared data; None if the program needs no data
     prepared: concurrent.futures.Future[str] | None
@@ -283,7 +294,11 @@ class Run:
             waited = time.time() - begun
         self.emit(
             events.AttemptStarted(
-                len(nodes.nodes), self.job.launched_at, waited, self.place.notice_seconds
+                len(nodes.nodes),
+                self.job.launched_at,
+                waited,
+                self.place.notice_seconds,
+                *self.costs.find_price(nodes, begun),
             )
         )
         self.num_attempts += 1

@@ -39,6 +39,7 @@ class Nodes:
 
     nodes: Sequence[Node]  # nodes in the order of their ranks
     world_size: int  # number of ranks
+    namespace: str = ""  # namespace of the workers' pods; "" if they have none
 
     @property
     def larger(self) -> int:

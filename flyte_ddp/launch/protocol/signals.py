@@ -1,4 +1,4 @@
-"""Requests to stop a run early. Signals cause them, and so does a time limit (`max_hours`)."""
+"""Requests to stop a run early. Signals cause them, and so do limits (`max_hours`, `max_cost`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from flyte_ddp.config.fields import finite_number
@@ -109,9 +109,56 @@ def _handle(number: int, frame: types.FrameType | None) -> None:
         each.set(signal.Signals(number).name)
 
 
-class TimeLimit:
-    """Sends SIGTERM to this process at the end of its time, so that a run ends with a final
-    checkpoint.
+class Limit:
+    """Ends a run with a final checkpoint when its time is over.
+
+    Args:
+        name: the field of the limit.
+        limit: its value, with the unit.
+        end: asks the run to stop.
+    """
+
+    def __init__(self, name: str, limit: str, end: Callable[[], object]) -> None:
+        self._message = f"{name}: the run has reached its limit of {limit}, over all attempts"
+        self._stop_run = end
+        self._has_ended = False
+        self._timer: threading.Timer | None = None
+
+    def start(self, seconds: float, hint: str = "") -> None:
+        """End the run after so many seconds, and at no earlier set time. Raises ConfigError, with
+        `hint` at the end, if none are left.
+        """
+        self.cancel()
+        if seconds <= 0:
+            raise ConfigError(f"{self._message}{hint}")
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._stop_run()
+
+    def cancel(self) -> None:
+        """Do not end the run any more."""
+        if self._timer:
+            self._timer.cancel()
+
+    def convert_error(self, error: BaseException) -> BaseException:
+        """Return a ConfigError with the text of `error` if this limit caused the error, and
+        `error` itself otherwise. A ConfigError is not retried, since a retry would end at once.
+        """
+        if not self._has_ended or not isinstance(error, (TrainingStopped, SystemExit)):
+            return error
+        # Outside `stop_on_signals`, SIGTERM raises SystemExit: no rank was running.
+        how = "nothing was running yet"
+        if isinstance(error, TrainingStopped):
+            how = str(error).removeprefix(f"{error.reason}: ")
+        return ConfigError(f"{self._message}: {how}")
+
+
+class TimeLimit(Limit):
+    """Sends SIGTERM to this process at the end of its time.
 
     Args:
         hours: the limit; 0 is no limit.
@@ -124,37 +171,6 @@ class TimeLimit:
 
     def __init__(self, hours: float, begun_at: float, hint: str = "") -> None:
         hours = finite_number("max_hours", hours, minimum=0, unit="hours")
-        self._message = (
-            f"max_hours: the run has reached its limit of {hours:g} h, over all attempts"
-        )
-        self._has_ended = False
-        self._timer: threading.Timer | None = None
-        if not hours:
-            return
-        remaining = begun_at + 3600 * hours - time.time()
-        if remaining <= 0:
-            raise ConfigError(f"{self._message}{hint}")
-        self._timer = threading.Timer(min(remaining, threading.TIMEOUT_MAX), self._end)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _end(self) -> None:
-        self._has_ended = True
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def cancel(self) -> None:
-        """Send no SIGTERM any more."""
-        if self._timer:
-            self._timer.cancel()
-
-    def convert_error(self, error: BaseException) -> BaseException:
-        """Return a ConfigError with the text of `error` if this time limit caused the error, and
-        `error` itself otherwise. A ConfigError is not retried, since a retry would end at once.
-        """
-        if not self._has_ended or not isinstance(error, (TrainingStopped, SystemExit)):
-            return error
-        # Outside `stop_on_signals`, SIGTERM raises SystemExit: no rank was running.
-        how = "nothing was running yet"
-        if isinstance(error, TrainingStopped):
-            how = str(error).removeprefix(f"{error.reason}: ")
-        return ConfigError(f"{self._message}: {how}")
+        super().__init__("max_hours", f"{hours:g} h", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        if hours:
+            self.start(begun_at + 3600 * hours - time.time(), hint)

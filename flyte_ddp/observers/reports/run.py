@@ -139,7 +139,8 @@ class Report(Page):
 
     def _view(self, started: RunStarted) -> RunView:
         state = self._state
-        spent = state.time_spent(until=self.closed_at or time.time())
+        until = self.closed_at or time.time()
+        spent, cost = state.time_spent(until), state.cost(until)
         # A replayed history is reported within a second, so the duration in its own last event
         # counts.
         replayed = state.finished.seconds if state.finished else 0.0
@@ -147,7 +148,7 @@ class Report(Page):
         left = None
         if not self.closed_at:
             left = state.seconds_left(time.time())
-        return RunView(state, started, spent, seconds, left, self.outputs)
+        return RunView(state, started, spent, cost, seconds, left, self.outputs)
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded

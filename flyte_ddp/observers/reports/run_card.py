@@ -74,6 +74,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
             "announced_losses": state.num_announced_losses,
         },
         "seconds": {"wall": state.time_spent().wall, **state.time_spent().parts()},
+        "cost": state.cost(),
         "versions": started.versions,
         "config": started.config,
         "hidden": started.hidden,
@@ -119,6 +120,9 @@ def card_page(card: Mapping[str, Any]) -> str:
         "Restarts": f"{ranks['restarts']}, and {ranks['announced_losses']} announced losses",
         "Time": ", ".join(
             f"{name.replace('_', ' ')} {duration(each)}" for name, each in seconds.items() if each
+        ),
+        "Cost": ", ".join(
+            f"{name.replace('_', ' ')} {each:,.2f}" for name, each in card.get("cost", {}).items()
         ),
         **{name.replace("_", " ").capitalize(): value for name, value in card["origin"].items()},
         "Versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),

@@ -43,6 +43,7 @@ class RunView:
     state: RunState
     started: RunStarted
     spent: TimeSpent
+    cost: Mapping[str, float]  # see `RunState.cost`
     seconds: float  # since the launch
     seconds_left: float | None  # until the last step; None where it is not known
     outputs: Mapping[str, str]  # URLs by their names
@@ -256,6 +257,13 @@ def _time_rows(run: RunView) -> list[Row]:
     return rows
 
 
+def _cost_rows(run: RunView) -> list[Row]:
+    return [
+        Row(title_of(name), f"{cost:,.2f}", percent(cost / run.cost["total"]))
+        for name, cost in run.cost.items()
+    ]
+
+
 def _straggler_rows(run: RunView) -> list[Row]:
     none = "no rank is slower than the others any more"
     return [
@@ -294,6 +302,7 @@ def _shape(output_shape: list[int] | None) -> str:
 SECTIONS: dict[str, tuple[Callable[[RunView], list[Row]], str, bool]] = {
     "Outputs": (_output_rows, "", True),
     "Time": (_time_rows, "their sum is the wall time", False),
+    "Cost": (_cost_rows, "of the nodes, by the prices in settings.toml", False),
     "Slow ranks": (_straggler_rows, "when they changed", True),
     "Configuration": (_configuration_rows, "bold: not the package's default", False),
     "Environment": (_environment_rows, "", False),

@@ -22,7 +22,7 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
-from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.control import costs, driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
@@ -44,10 +44,12 @@ class Listener:
     def __init__(self, run: str) -> None:
         self.run = run
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: events.Event, state: events.RunState) -> None:
         # bytes, and kilobytes of numbers
         if not isinstance(event, (events.PredictionsMade, events.HistogramsTaken)):
             say(run=self.run, **to_dict(event))
+        if isinstance(event, events.RunFinished):
+            say(run=self.run, cost=state.cost())
 
     def close(self, error: BaseException | None) -> None:
         say(
@@ -73,6 +75,8 @@ def main() -> None:
     logging.getLogger("flyte_ddp").addHandler(LogHandler())
     logging.getLogger("flyte_ddp").setLevel(logging.INFO)
     arguments = json.loads(sys.argv[1])
+    # a node of every pod costs 1 a second
+    costs.read_settings = lambda: {"prices": {"kubernetes.io/hostname=*": 3600.0}}
     cluster, run_name = cluster_config(arguments["cluster"]), socket.gethostname()
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
         for each in arguments["runs"]:

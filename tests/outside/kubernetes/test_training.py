@@ -5,6 +5,7 @@ are taken away.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -216,6 +217,19 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(
         bereaved.driver.pod
     )
+
+
+def test_a_run_costs_its_pods_times_time_times_price(bereaved: Bereaved) -> None:
+    records = bereaved.driver.records(run="undisturbed")
+    (begun,) = [each for each in records if each.get("event") == "AttemptStarted"]
+    (finished,) = [each for each in records if each.get("event") == "RunFinished"]
+    (cost,) = [each["cost"] for each in records if "cost" in each]
+    seconds = 0.0
+    for pod in bereaved.pods:
+        text = pod["status"]["startTime"].replace("Z", "+00:00")
+        start = datetime.datetime.fromisoformat(text).timestamp()
+        seconds += finished["at"] - max(start, begun["launched_at"])
+    assert cost["total"] == pytest.approx(seconds, rel=0.01)  # the price is 1 a second
 
 
 def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(

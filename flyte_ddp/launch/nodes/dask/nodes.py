@@ -23,7 +23,7 @@ from distributed import Client, Future
 from distributed.client import ClosedClientError
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import pod_end
+from flyte_ddp.cluster.kubernetes.api import pod_end, target_namespace
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.control.nodes import Node, Nodes
@@ -84,6 +84,8 @@ class DaskNodes(Nodes):
     def __post_init__(self) -> None:
         self.world_size = self.nodes[0].ranks.world_size
         self.scheduler_id = scheduler_id(self.client)
+        if self.config.resolved_kind == "kubernetes":
+            self.namespace = target_namespace(self.config)
 
     @property
     def larger(self) -> int:
