@@ -5,6 +5,7 @@ time is imports.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from importlib import metadata
@@ -167,8 +168,13 @@ def _modules():
 MODULES = _modules()
 
 
+@functools.cache
 def _imports(file):
     """(line, dotted name, whether it is inside a function) of everything that `file` imports."""
+    return list(_find_imports(file))
+
+
+def _find_imports(file):
     in_function = set()
     tree = ast.parse(file.read_text())
     for function in ast.walk(tree):
