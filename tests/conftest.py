@@ -16,9 +16,6 @@ import psutil
 import pytest
 import torch
 
-from flyte_ddp.config import resolve
-from flyte_ddp.launch.agent import rank_start
-from flyte_ddp.launch.recipe_program import recipe_program
 from tests.support import browser
 from tests.support.checkout import build_wheel
 from tests.support.runs import fork_functions, new_run
@@ -26,6 +23,13 @@ from tests.support.runs import fork_functions, new_run
 OUTSIDE = Path(__file__).parent / "outside"  # tests that need a service or a device
 
 MARK = "STARTED_BY_TESTS"  # an environment variable of this process and all that it starts
+
+# Modules that ranks of several tests import. The server of a test process imports them once.
+IMPORTED_ONCE = (
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "torchmetrics",
+)
 
 
 def pytest_configure(config):
@@ -36,9 +40,11 @@ def pytest_configure(config):
     # Threads that wait for one another spin: several tests at a time would take three times the
     # processor time.
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)  # Torch has read the variable before, but in a process of xdist.
     # Variables that `make test` sets for a `make` below it. A test's own `make` must not see them.
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
+    preload_more()
     # The worker inherits the directory of the process that started it.
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -48,6 +54,15 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
     # After multiprocessing's own directory in it, which has priority -100.
     multiprocessing.util.Finalize(None, shutil.rmtree, [tempfile.tempdir, True], exitpriority=-200)
+
+
+def preload_more():
+    """Let the server from which ranks are forked import what the ranks of all tests need.
+
+    A server for each kind of rank would take more time: each one imports torch again.
+    """
+    preload = forkserver.set_forkserver_preload
+    forkserver.set_forkserver_preload = lambda modules: preload([*modules, *IMPORTED_ONCE])
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -98,7 +113,6 @@ def finished_run(tmp_path_factory):
             (directory / "record").mkdir()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("RECORD", str(directory / "record"))
-                patch.setenv("TELL_MODULES", "1")
                 runs[key] = new_run(directory, recipe).train(num_processes, **config)
         return runs[key]
 
@@ -156,32 +170,6 @@ def start_worker():
 
     with worker_starter() as start:
         yield start
-
-
-@pytest.fixture(scope="module")
-def server_with_compiler():
-    """Ranks with torch's compiler and transformers imported, as in a process with text in its first
-    run.
-    """
-    yield from import_in_ranks("text", parallel="fsdp")
-
-
-@pytest.fixture(scope="module")
-def server_with_metrics():
-    """Ranks with torchmetrics imported, as in a process with own metrics in its first recipe."""
-    yield from import_in_ranks("tests.training.test_task_metrics.Numbers")
-
-
-def import_in_ranks(recipe, **config):
-    start_server_anew(recipe_program(recipe, resolve({}, config)).slow_imports)
-    yield
-    start_server_anew(["torch"])
-
-
-def start_server_anew(modules):
-    forkserver._forkserver._stop()
-    rank_start._variables_of_server = None
-    rank_start.start_server(modules)
 
 
 @pytest.fixture

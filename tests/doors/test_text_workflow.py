@@ -17,8 +17,6 @@ from tests.support.foreign_states import FOREIGN
 from tests.support.text_recipe import prepared
 from workflows.text import generate_text_wf
 
-pytestmark = pytest.mark.usefixtures("server_with_compiler")
-
 REPOSITORY = Path(__file__).parents[2]
 SMALL = {
     "epochs": 2,

@@ -33,7 +33,7 @@ FSDP = {"parallel": "fsdp", "memory_interval": 2}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, server_with_compiler):
+def undisturbed(tmp_path_factory):
     run, _ = train(tmp_path_factory.mktemp("undisturbed"), LocalPlace(2), parallel="fsdp")
     return run.state()
 

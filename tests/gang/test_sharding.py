@@ -11,7 +11,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from torch.distributed import PrefixStore
 
@@ -31,8 +30,6 @@ from flyte_ddp.storage import Storage
 from tests.support.events import from_dict
 from tests.support.gang import Link, run_gang, train_recipe
 from tests.support.runs import flip, new_run
-
-pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}  # sums over ranks in another order
 

@@ -25,7 +25,7 @@ from tests.support.runs import fork_functions
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forked(server_with_compiler):
+def forked():
     with pytest.MonkeyPatch.context() as patch:
         fork_functions(patch)
         yield

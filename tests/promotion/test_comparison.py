@@ -24,8 +24,6 @@ from flyte_ddp.recipes import Recipe, config_of
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.metrics import can_merge, is_merged_by_batches
 
-pytestmark = pytest.mark.usefixtures("server_with_metrics")
-
 
 class Close(Metric):
     """A metric as torchmetrics' page shows one: it does not say if parts of it can be merged."""

@@ -33,8 +33,6 @@ from tests.support.gang import run_gang
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
-pytestmark = pytest.mark.usefixtures("server_with_metrics")
-
 HERE = "tests.training.test_task_metrics."
 NUM_TRAIN = 64
 
