@@ -81,34 +81,50 @@ class Kind(Base):
 OTHER = {other}
 """
 VALUES = {"number": 1, "width": 2, "scale": 3, "constant": "'text'", "other": 4, "comment": ""}
+DOUBLE = "def double(value):\n    return 2 * value\n"
+# Runs the script of each directory in a process of its own, forked after the slow import.
+RUN_EACH = """
+import os, runpy, sys
+import torch
+from flyte_ddp.recipes.prepare import class_version
+for directory in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path[0] = directory
+        print(class_version(runpy.run_path(f"{directory}/script.py", run_name="__main__")["Kind"]))
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
 
 
-@pytest.mark.parametrize(
-    ("change", "is_equal"),
-    [
-        ({"comment": "# of an editor's", "other": 5}, True),
-        *(({name: 9}, False) for name in ("number", "width", "scale", "constant")),
-        ({"helper": "def double(value):\n    return value * 2\n"}, False),
-    ],
-)
-def test_a_version_counts_code_and_values_and_nothing_else(change, is_equal, tmp_path):
-    def version(seed, values):
-        (tmp_path / "helper.py").write_text(
-            values.get("helper", "def double(value):\n    return 2 * value\n")
-        )
-        (tmp_path / "script.py").write_text(
-            CLASS.format(**{**VALUES, **values})
-            + "from flyte_ddp.recipes.prepare import class_version\nprint(class_version(Kind))\n"
-        )
-        return subprocess.run(
-            [sys.executable, tmp_path / "script.py"],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+def versions(directory, seed, *changes):
+    """Return the version of `Kind` with each of the changes, in a process with that seed."""
+    places = []
+    for number, values in enumerate(changes):
+        place = directory / f"{seed}-{number}"
+        place.mkdir()
+        (place / "helper.py").write_text(values.get("helper", DOUBLE))
+        (place / "script.py").write_text(CLASS.format(**{**VALUES, **values}))
+        places.append(str(place))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH, *places],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found = done.stdout.split()
+    assert len(found) == len(changes), done.stderr
+    return found
 
-    assert (version("1", {}) == version("2", change)) == is_equal
+
+def test_a_version_counts_code_and_values_and_nothing_else(tmp_path):
+    others = [{name: 9} for name in ("number", "width", "scale", "constant")]
+    others.append({"helper": "def double(value):\n    return value * 2\n"})
+    (plain,) = versions(tmp_path, "1", {})
+    same, *different = versions(tmp_path, "2", {"comment": "# of an editor's", "other": 5}, *others)
+    assert same == plain
+    assert len({plain, *different}) == 1 + len(others)
 
 
 def test_a_dataclass_and_its_instance_have_versions_by_their_fields():

@@ -38,7 +38,9 @@ def template_of(distributed: DistributedTask):
     return get_serializable(OrderedDict(), SETTINGS, distributed).template
 
 
-def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tmp_path, capfd):
+def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(
+    tmp_path, capfd, forked_functions
+):
     (tmp_path / "input.txt").write_text("hello")
     decks: list[tuple[str, str]] = []
     context = FlyteContextManager.current_context()

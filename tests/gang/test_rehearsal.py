@@ -193,7 +193,7 @@ def test_a_shorter_run_has_two_epochs_of_whole_batches():
 def test_a_program_that_fails_by_itself_is_refused_in_one_line(tmp_path, line):
     (tmp_path / "own.txt").write_text("mine")
     (tmp_path / "train.py").write_text(line)
-    code, printed = rehearse(tmp_path, "train.py")
+    code, printed = rehearse(tmp_path, "--nproc-per-node", "1", "train.py")
     expected = {
         "raise": "No CUDA GPUs are available",
         "input": "EOF",
@@ -218,7 +218,8 @@ os.replace(sys.argv[1] + ".tmp", sys.argv[1])
 def test_a_checkpoint_that_all_runs_would_share_is_refused_in_one_line(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/train.py").write_text(SHARING)
-    code, printed = rehearse(tmp_path / "home", "train.py", f"{tmp_path}/state.pt")
+    arguments = ("--nproc-per-node", "1", "train.py", f"{tmp_path}/state.pt")
+    code, printed = rehearse(tmp_path / "home", *arguments)
     assert code == 2, printed
     line = printed.splitlines()[-1]
     assert f"got {str(tmp_path / 'state.pt.tmp')!r}, which all runs would share" in line

@@ -44,7 +44,12 @@ def open_stream(state: str, stack: contextlib.ExitStack) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("output", "error"),
-    [(CLOSED, FULL), (BROKEN, CLOSED), (HUNG_UP, BROKEN), (FULL, HUNG_UP)],
+    [
+        (CLOSED, FULL),
+        (BROKEN, HUNG_UP),
+        pytest.param(HUNG_UP, BROKEN, marks=pytest.mark.long),
+        pytest.param(FULL, CLOSED, marks=pytest.mark.long),
+    ],
 )
 def test_a_training_ends_well_without_its_streams(output, error, tmp_path):
     closed = [number for number, state in enumerate((CLOSED, output, error)) if state == CLOSED]
