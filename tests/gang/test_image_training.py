@@ -15,10 +15,12 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from flyte_ddp.recipes.image_folder.shards import write_images
 from flyte_ddp.storage.state_dict_file import pin_state
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.initial_state import load_initial_state
-from tests.support.image_store import prepare
+from tests.support.image_store import image_tree, prepare
+from tests.support.runs import new_run
 
 # The model
 
@@ -157,3 +159,32 @@ def test_predictions_travel_with_small_images_and_the_likeliest_classes():
     assert Image.open(io.BytesIO(shown.image)).size == (64, 64)
     assert (shown.truth, shown.guess) == ("3", "49")
     assert list(shown.scores) == [str(number) for number in range(49, 39, -1)]
+
+
+@pytest.mark.long
+def test_one_and_two_ranks_learn_the_same_from_shards_in_a_bucket(store, tmp_path):
+    destination = f"{store.new_bucket()}/shards"
+    write_images(
+        store.fill(image_tree(count=16)),
+        destination,
+        0,
+        1000,
+        0.2,
+        leaves_out_unreadable=False,
+    )
+    losses = {}
+    for num_ranks in (1, 2):
+        run = new_run(
+            tmp_path / str(num_ranks), "flyte_ddp.recipes.image_folder.recipe.ImageFolder"
+        )
+        run.train(
+            num_ranks,
+            source=destination,
+            epochs=2,
+            global_batch_size=16,
+            data_workers=0,
+            recipe_options={"image_size": 32, "trainable": "head"},
+        )
+        last = run.result.epochs[-1]
+        losses[num_ranks] = [last.train_loss, last.test_loss, last.metrics["accuracy"]]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-4)

@@ -196,3 +196,18 @@ def test_no_attempt_has_ranks_of_another_version_than_its_driver(tmp_path):
     *_, line = done.stderr.strip().splitlines()
     expected = r"error: .*flyte_ddp: expected \w{8}, with which this run has started, got \w{8} on "
     assert re.match(expected, line), done.stderr
+
+
+def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepared():
+    code = (
+        "from multiprocessing.forkserver import _forkserver as server\n"
+        "from tasks.train import prepare\n"
+        "prepare(recipe='digits')\n"
+        "assert server._forkserver_pid is None\n"
+        "prepare(recipe='digits', trains_here=True)\n"
+        "assert 'torch' in server._preload_modules and server._forkserver_pid\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

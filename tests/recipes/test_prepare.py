@@ -5,8 +5,6 @@ away.
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +13,6 @@ import pytest
 from flyte_ddp.errors import DataError
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
-from tests.support.runs import REPOSITORY
 
 NAMES = "\n".join(f"{first}{second}o" for first in "bcdfgh" for second in "aeiou")
 
@@ -38,21 +35,6 @@ def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
 
     with pytest.raises(DataError, match="^data: https://...@host/a is not what"):
         prepare_data(Own(), "https://me:secret@host/a", tmp_path)
-
-
-def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepared():
-    code = (
-        "from multiprocessing.forkserver import _forkserver as server\n"
-        "from tasks.train import prepare\n"
-        "prepare(recipe='digits')\n"
-        "assert server._forkserver_pid is None\n"
-        "prepare(recipe='digits', trains_here=True)\n"
-        "assert 'torch' in server._preload_modules and server._forkserver_pid\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_several_runs_of_a_process_may_hash_their_recipes_at_once():

@@ -26,7 +26,6 @@ from flyte_ddp.recipes.text.tokens import train_tokenizer
 from flyte_ddp.storage import Storage
 from tests.support import sample_run, text_recipe
 from tests.support.image_store import image_tree, prepare, write_tree
-from tests.support.runs import new_run
 
 SHARD_BYTES = 1000  # some 8 of the images
 
@@ -249,35 +248,6 @@ def test_shards_of_other_windows_than_the_recipes_are_refused(tmp_path):
             get_recipe("text", options).prepare(shards, tmp_path / str(number))
     with pytest.raises(ConfigError, match="^source: expected text, got shards of it at "):
         main([shards, str(tmp_path / "again"), "--text", '{"context": 8}'])
-
-
-@pytest.mark.long
-def test_one_and_two_ranks_learn_the_same_from_shards_in_a_bucket(store, tmp_path):
-    destination = f"{store.new_bucket()}/shards"
-    write_images(
-        store.fill(image_tree(count=16)),
-        destination,
-        0,
-        SHARD_BYTES,
-        0.2,
-        leaves_out_unreadable=False,
-    )
-    losses = {}
-    for num_ranks in (1, 2):
-        run = new_run(
-            tmp_path / str(num_ranks), "flyte_ddp.recipes.image_folder.recipe.ImageFolder"
-        )
-        run.train(
-            num_ranks,
-            source=destination,
-            epochs=2,
-            global_batch_size=16,
-            data_workers=0,
-            recipe_options={"image_size": 32, "trainable": "head"},
-        )
-        last = run.result.epochs[-1]
-        losses[num_ranks] = [last.train_loss, last.test_loss, last.metrics["accuracy"]]
-    assert losses[1] == pytest.approx(losses[2], rel=1e-4)
 
 
 def read_rows(place):
