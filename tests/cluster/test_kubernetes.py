@@ -610,7 +610,8 @@ def test_the_rbac_of_deploy_grants_what_is_needed_and_only_reading_besides() -> 
 def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     values = yaml.safe_load((DEPLOY / "operator/values.yaml").read_text())
     assert values["image"]["tag"] == version("dask-kubernetes")
-    assert f"{INSTALLED_VERSION}: VERSION\n" in (DEPLOY / "operator/operator.yaml").read_text()
+    label = f'{INSTALLED_VERSION}: "{version("dask-kubernetes")}"'
+    assert label in (DEPLOY / "operator/operator.yaml").read_text()
 
 
 def operator(

@@ -72,7 +72,7 @@ TEMPORARY_TAINTS = "node.kubernetes.io/"
 # the operator's name in its upstream image, and in the labels of its Helm chart and of deploy/
 OPERATOR_NAME = "dask-kubernetes-operator"
 OPERATOR_MODULE = "dask_kubernetes"  # module that the operator's container runs
-INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
+INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/ sets
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
 # name of the cluster that the doctor pretends to create, and of its secret; policies compare them

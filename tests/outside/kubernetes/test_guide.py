@@ -29,7 +29,7 @@ SMALL = (
 )
 # Differences from a cluster of one's own: other tests use this one, and its nodes are small.
 ADAPTED = (
-    (r"flytesnacks-development", "GUIDE_NAMESPACE"),
+    (r"=flytesnacks-development", "=GUIDE_NAMESPACE"),
     (re.escape('"num_nodes": 4, "kubernetes": {'), SMALL),
     (r" dask-operator/dask-operator; do", "; do"),
 )
