@@ -18,7 +18,7 @@ from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_confi
 from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, POLL_INTERVAL
 from flyte_ddp.code.main_module import hide_main_module
-from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError
 
 if typing.TYPE_CHECKING:
@@ -186,20 +186,24 @@ def _wait_for_workers(
     deadline: float,
     report_wait: Callable[[str], None],
 ) -> None:
+    report_at = time.monotonic() + LINE_INTERVAL
     while True:
         rest = deadline - time.monotonic()
-        timeout = max(POLL_INTERVAL, min(rest, LINE_INTERVAL))
-        # Workers that a queue holds back join the run when it grows.
-        num_awaited = config.num_nodes - api.count_queued(config, run_name)
+        timeout = max(POLL_INTERVAL, min(rest, BEAT_INTERVAL))
+        # Workers that wait for room join the run when it grows.
+        num_awaited = config.num_nodes - api.count_waiting(config, run_name)
         with contextlib.suppress(TimeoutError):
             client.wait_for_workers(max(config.enough_nodes, num_awaited), timeout=timeout)
             return
+        if rest > BEAT_INTERVAL and time.monotonic() < report_at:
+            continue
+        report_at = time.monotonic() + LINE_INTERVAL
         num_workers = len(client.scheduler_info(n_workers=-1)["workers"])
         message = (
             f"{num_workers} of {config.num_nodes} workers connected (start_timeout: "
             f"{config.start_timeout:g} s). {api.explain(config, run_name)}"
         ).rstrip()
-        if rest > LINE_INTERVAL:
+        if rest > BEAT_INTERVAL:
             report_wait(message)
         elif num_workers < config.enough_nodes:
             raise ClusterError(message)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -259,6 +260,29 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
     seen = watch(present, names[:2], [4, 3, 2], check=refuse, grow_delay=0)
     assert [seen(1), seen(2)] == [0, 3]
     assert list(present.unfit.values()) == ["checkpoints: another directory on w-3"]
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1, 2])
+def test_a_gang_begins_at_once_with_min_nodes_if_all_others_wait_for_room(num_waiting, monkeypatch):
+    """Four nodes, of which two are there. Pods that do not wait for room will be there soon."""
+
+    class StillWaits(Exception):
+        pass
+
+    def sleep(seconds):
+        raise StillWaits
+
+    monkeypatch.setattr(place.time, "sleep", sleep)
+    monkeypatch.setattr(place, "count_waiting", lambda config, run_name: num_waiting)
+    config = ClusterConfig(kind="existing", num_nodes=4, min_nodes=1, return_timeout=600)
+    run = SimpleNamespace(check_stop=lambda: None, name="run")
+    gathering = place.DaskPlace(None, config, "run")
+    gathering._discovery = Present(("w-1", "w-2"))
+    expected = contextlib.nullcontext()
+    if num_waiting < 2:
+        expected = pytest.raises(StillWaits)
+    with expected:
+        assert len(gathering._wait_for_workers(run, None, [4, 2, 1])) == 2
 
 
 def test_a_gang_finds_replacements_for_workers_that_leave_it(watch, monkeypatch):

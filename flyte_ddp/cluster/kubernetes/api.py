@@ -166,7 +166,7 @@ def explain(config: ClusterConfig, run_name: str) -> str:
     return " ".join([*parts, *refusals[-1:]])
 
 
-def count_queued(config: ClusterConfig, run_name: str) -> int:
+def count_waiting(config: ClusterConfig, run_name: str) -> int:
     """Return the number of pods that Kueue has not admitted; 0 if it is not known."""
     if config.resolved_kind != "kubernetes" or not config.kubernetes.queue:
         return 0
@@ -174,7 +174,9 @@ def count_queued(config: ClusterConfig, run_name: str) -> int:
         pods = pods_of(cluster_name(run_name), target_namespace(config))
     except ClusterError:
         return 0
-    return sum(bool(pod.spec.scheduling_gates) for pod in pods)
+    # Kueue deletes pods that it does not admit, and others replace them.
+    staying = [pod for pod in pods if pod.metadata.deletion_timestamp is None]
+    return sum(bool(pod.spec.scheduling_gates) for pod in staying)
 
 
 def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 0) -> PodEnd:

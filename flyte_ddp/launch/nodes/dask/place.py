@@ -20,7 +20,7 @@ from distributed import Client, LocalCluster
 from flyte_ddp import events
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import closing, connect
-from flyte_ddp.cluster.kubernetes.api import explain
+from flyte_ddp.cluster.kubernetes.api import count_waiting, explain
 from flyte_ddp.config.waits import BEAT_INTERVAL, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
@@ -169,7 +169,8 @@ class DaskPlace:
         self, run: Run, previous: AttemptEnd | None, sizes: Sequence[int]
     ) -> list[Worker]:
         """Return the workers for the next attempt. These are the workers of `_look_back` as soon as
-        they are idle, or all workers, or after a while as many as a smaller size needs.
+        they are idle, or all workers, or as many as a smaller size needs: after a while, or at once
+        if all others wait for room.
         """
         expected, config, begun = self._look_back(run, previous), self.config, time.monotonic()
         patience = config.start_timeout
@@ -187,7 +188,10 @@ class DaskPlace:
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
             waited = time.monotonic() - begun
-            if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
+            if len(workers) >= sizes[0]:
+                return workers
+            is_enough = len(workers) >= sizes[-1]
+            if is_enough and (waited >= patience or self._do_others_wait(len(workers))):
                 return workers
             is_gone = not is_connected and self.client.status == "closed"
             if waited > max(patience, config.start_timeout) or is_gone:
@@ -200,6 +204,10 @@ class DaskPlace:
             message = f"{len(workers)} of {config.num_nodes} workers are there and idle after "
             message += f"{waited:.0f} s"
         raise self._make_error(message, previous, is_connected)
+
+    def _do_others_wait(self, num_present: int) -> bool:
+        """Return whether all missing workers wait for room, so that nobody knows for how long."""
+        return num_present + count_waiting(self.config, self.run_name) >= self.config.num_nodes
 
     def _report_wait(self, run: Run, waited: float) -> None:
         """Emit, at most every ten seconds, for which new reason pods of the cluster are missing.
