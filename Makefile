@@ -96,7 +96,7 @@ PINS := requirements.txt requirements-dev.txt
 # they started.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements
+.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements
 
 test: $(TESTED)  ## the tests that need nothing but this machine, in twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
@@ -127,6 +127,9 @@ test-gpu: $(TESTED)  ## the tests that need a GPU
 
 test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/outside/kubernetes
+
+drills: $(TESTED)  ## what queues, evictions and fillers cost, counted on the cluster of test-kubernetes in half an hour; needs FLYTE_DDP_TEST_BUILDER and Go for Kueue
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -s tests/outside/kubernetes/drill_queue.py tests/outside/kubernetes/drill_filler.py
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP tests/outside/flyte

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flyte_ddp.config.fields import Limits, check, check_names, field, validate
@@ -21,6 +21,20 @@ MAX_IDLE_TIMEOUT = 604_800.0  # seconds for which the pods of a lost driver cost
 GRACE_IN_TEMPLATE = "terminationGracePeriodSeconds"
 # variable that Dask's own tools set, and Flyte's Dask plugin in a task
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"
+
+FILLER = "filler"
+# Fields that a preset sets where they have their default. A filler begins and goes on with any
+# number of nodes. An idle node may be needed again soon, and each growth costs the gang a restart.
+PRESETS: dict[str, dict[str, Any]] = {
+    "": {},
+    FILLER: {
+        "min_nodes": 1,
+        "start_timeout": 86_400.0,
+        "return_timeout": 5.0,
+        "grow_delay": 10.0,
+        "grow_interval": 60.0,
+    },
+}
 
 # Dask settings that a gang needs on every kind of cluster. They are passed to dask.config.set and
 # to the environment.
@@ -194,6 +208,14 @@ class ClusterConfig:
         "auto: existing where an address is known, kubernetes inside a pod, local otherwise",
         listed="kinds",
     )
+    preset: str = field(
+        "",
+        pattern="|".join(PRESETS),
+        example="filler or ''",
+        help="filler: on idle nodes, which go back to whatever else needs them; fields that have "
+        "their default become min_nodes 1, start_timeout a day, return_timeout 5, grow_delay 10 "
+        "and grow_interval 60",
+    )
     num_nodes: int = field(
         2, minimum=1, help="Dask workers, each with a machine's or a pod's share of the ranks"
     )
@@ -250,6 +272,15 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in PRESETS[self.preset] and value == each.default:
+                object.__setattr__(self, each.name, PRESETS[self.preset][each.name])
+        if self.preset and self.kind in ("local", "existing"):
+            raise ConfigError(
+                f"preset: expected '' with kind {self.kind}, whose nodes no run can return, got "
+                f"{self.preset!r}"
+            )
         if self.min_nodes > self.num_nodes:
             raise ConfigError(
                 f"min_nodes: expected at most num_nodes ({self.num_nodes}), got {self.min_nodes}"

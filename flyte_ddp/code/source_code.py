@@ -45,6 +45,7 @@ _SHAPES: dict[str, tuple[type, str]] = {
     **dict.fromkeys(_TABLES, (dict, "a table")),
     "recipes": (list, "a list of names"),
     "image": (str, "a string"),
+    "filler_priority_class": (str, "a string"),
 }
 _project: Path | None = None  # remembered result of `find_project`
 _imported: dict[str, str] = {}  # digests of modules' files when this process imported them

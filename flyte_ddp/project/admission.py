@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
+from flyte_ddp.cluster.config import FILLER, ClusterConfig, KubernetesConfig
+from flyte_ddp.cluster.kubernetes.manifest import QUEUE_PRIORITY
 from flyte_ddp.code.source_code import read_settings
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import LISTED, Checked, check, field
@@ -140,6 +141,36 @@ def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = 
     if config.resolved_kind == "kubernetes":
         findings += _check_pods(config, allowed, own_namespace)
     _refuse(findings)
+    with_filler_class(config)
+
+
+def with_filler_class(config: ClusterConfig) -> ClusterConfig:
+    """Return the config of a filler with the PriorityClass that settings.toml names for all its
+    pods. The configs of other runs stay as they are.
+
+    Raises:
+        ConfigError: settings.toml names none, or the config names a priority in a queue.
+    """
+    if config.preset != FILLER or config.resolved_kind != "kubernetes":
+        return config
+    name = read_settings().get("filler_priority_class", "")
+    if not name:
+        raise ConfigError(
+            "cluster.preset: expected '' while settings.toml names no filler_priority_class, got "
+            f"{config.preset!r}; create the class of deploy/filler.yaml, and name it there"
+        )
+    pods = config.kubernetes
+    if QUEUE_PRIORITY in pods.labels:
+        raise ConfigError(
+            f"cluster.kubernetes.labels: expected none called {QUEUE_PRIORITY} with preset "
+            f"{config.preset!r}, whose priority is that of {name}, got "
+            f"{pods.labels[QUEUE_PRIORITY]!r}"
+        )
+    priority = {"priorityClassName": name}
+    return config.with_pods(
+        pod_template={**pods.pod_template, **priority},
+        scheduler_pod_template={**pods.scheduler_pod_template, **priority},
+    )
 
 
 def places_of_config(config: TrainingConfig) -> list[tuple[str, str]]:

@@ -87,6 +87,11 @@ class Settings:
     prices: dict[str, float] = field(
         factory=dict, minimum=0, help="per hour of a node, by patterns for its labels"
     )
+    filler_priority_class: str = field(
+        "",
+        pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
+        example="the name of a PriorityClass",
+    )
     termination_grace: int = field(60, minimum=10)  # seconds
     tracking: str = field("wandb", choices=TRACKERS)
     mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")

@@ -91,7 +91,9 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
         cluster,
         num_nodes=max(1, world_size // per_node),
         processes_per_node=min(world_size or per_node, per_node),
-        min_nodes=0,  # continuing with fewer nodes would change the world size
+        # Continuing with fewer nodes would change the world size.
+        preset="",
+        min_nodes=0,
     )
 
 

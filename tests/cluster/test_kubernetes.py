@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     network_policy,
 )
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
+from flyte_ddp.code import source_code
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import (
@@ -52,6 +53,7 @@ from flyte_ddp.launch.nodes.dask import nodes as nodes_of_dask
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.project.admission import Allowed, check_allowed, with_filler_class
 from flyte_ddp.task_run.training import pod_failure
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -387,6 +389,90 @@ def test_no_workers_follow_a_cluster_that_has_all_of_them(queue: str, min_nodes:
     assert further_workers(config, cluster) is None
 
 
+FILLER = {"kind": "kubernetes", "preset": "filler", "num_nodes": 4}
+
+
+def test_a_filler_runs_on_any_number_of_nodes_with_the_priority_that_settings_toml_names(
+    settings: Callable[[str], None],
+) -> None:
+    settings('filler_priority_class = "low"')
+    given = cluster_config({**FILLER, "grow_delay": 60, "kubernetes": {"image": "image"}})
+    assert (given.min_nodes, given.grow_delay, given.grow_interval) == (1, 60, 60)
+    assert dataclasses.replace(given, min_nodes=2).min_nodes == 2
+    cluster = cluster_spec(with_filler_class(given), "ddp-x")
+    for role in ("scheduler", "worker"):
+        assert cluster["spec"][role]["spec"]["priorityClassName"] == "low"
+    annotations = cluster["metadata"]["annotations"]
+    assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}
+    other = dataclasses.replace(given, preset="")
+    assert with_filler_class(other) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "pods", "expected"),
+    [
+        ("", {}, "cluster.preset: expected '' while settings.toml names no filler_priority_class"),
+        (
+            'filler_priority_class = "low"',
+            {"labels": {"kueue.x-k8s.io/priority-class": "high"}},
+            "cluster.kubernetes.labels: expected none called kueue.x-k8s.io/priority-class",
+        ),
+        (
+            'filler_priority_class = "low"',
+            {"pod_template": {"priorityClassName": "high"}},
+            "cluster.kubernetes.pod_template: expected one of allowed.pod_template",
+        ),
+    ],
+)
+def test_no_launch_chooses_the_priority_of_a_filler(
+    text: str, pods: dict[str, Any], expected: str, settings: Callable[[str], None]
+) -> None:
+    settings(text)
+    config = cluster_config({**FILLER, "kubernetes": pods})
+    labels = ("kueue.x-k8s.io/*",)
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
+        check_allowed(config, Allowed(labels=labels), "team")
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """settings(text): a project whose settings.toml has this text."""
+
+    def write(text: str) -> None:
+        (tmp_path / "settings.toml").write_text(f"recipes = []\n{text}\n")
+        monkeypatch.setattr(source_code, "_project", tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_waiting"),
+    [("", 1), ("filler", 2)],  # other runs need a pod that fits nowhere now
+)
+def test_pods_without_room_are_not_waited_for_if_a_queue_or_a_filler_can_do_without_them(
+    preset: str, num_waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pod(gates: bool, reason: str, deletion_timestamp: str | None = None) -> SimpleNamespace:
+        scheduled = SimpleNamespace(type="PodScheduled", status="False", reason=reason)
+        return SimpleNamespace(
+            metadata=SimpleNamespace(deletion_timestamp=deletion_timestamp),
+            spec=SimpleNamespace(scheduling_gates=["kueue"] if gates else None),
+            status=SimpleNamespace(conditions=[scheduled]),
+        )
+
+    running = pod(False, "")
+    running.status.conditions[0].status = "True"
+    gated = pod(True, "SchedulingGated")
+    deleted = pod(True, "SchedulingGated", "2026-01-01T00:00:00Z")
+    pods = [running, gated, deleted, pod(False, "Unschedulable")]
+    monkeypatch.setattr(api, "pods_of", lambda name, namespace: pods)
+    named = KubernetesConfig(namespace="team", queue="red")
+    config = ClusterConfig(kind="kubernetes", preset=preset, kubernetes=named)
+    assert api.count_waiting(config, "run") == num_waiting
+    alone = dataclasses.replace(config, kind="auto")
+    assert api.count_waiting(alone, "run") == 0
+
+
 @pytest.mark.parametrize(
     ("registered", "annotations", "image"),
     [
@@ -494,6 +580,11 @@ def test_cluster_names_are_labels_that_leave_room_for_the_operator(execution_id:
         (
             {"kubernetes": {"queue": "Team A"}},
             "kubernetes.queue: expected the name of a LocalQueue, got 'Team A'",
+        ),
+        ({"preset": "fast"}, "preset: expected filler or '', got 'fast'"),
+        (
+            {"preset": "filler", "kind": "existing"},
+            "preset: expected '' with kind existing, whose nodes no run can return, got 'filler'",
         ),
         (
             {"kubernetes": {"env": {"DEBUG": 1}}},
@@ -1075,6 +1166,43 @@ def test_a_queue_that_never_admits_the_gang_is_a_finding_before_anything_waits(
         assert "ok       the queue\n" in told
         with pytest.raises(ClusterError, match="the Dask operator did not react"):
             start(config)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((404, {"message": "not found"}), "expected a PriorityClass of this cluster, got 'low'"),
+        ({"metadata": {"name": "low"}, "value": 0}, "PriorityClass low: expected a value below 0"),
+        ({"metadata": {"name": "low"}, "value": -1}, ""),
+    ],
+)
+def test_a_priority_that_cannot_be_a_fillers_is_a_finding_before_anything_waits(
+    answer: Any,
+    expected: str,
+    api_server: ApiServer,
+    settings: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings('filler_priority_class = "low"')
+    api_server.answers["/priorityclasses/low"] = answer
+    pods = {"autoscaled_nodes": True, "image": "image"}
+    if expected:
+        with pytest.raises(PreflightError, match=re.escape(expected)):
+            start(cluster_config({**FILLER, "kubernetes": pods}))
+        assert CREATION not in api_server.requests
+    main(["doctor", "--cluster", json.dumps({**FILLER, "kubernetes": pods})])
+    assert (expected or "ok       priorities\n") in capsys.readouterr().out
+
+
+def test_a_priority_in_the_queue_that_does_not_exist_is_a_finding(api_server: ApiServer) -> None:
+    api_server.answers |= {
+        "/localqueues": {"items": [local_queue()]},
+        "/clusterqueues/all": cluster_queue("64Gi"),
+        "/workloadpriorityclasses/high": (404, {"message": "not found"}),
+    }
+    labels = {"kueue.x-k8s.io/priority-class": "high"}
+    with pytest.raises(PreflightError, match="a WorkloadPriorityClass of this cluster, got 'high'"):
+        start(CLUSTER.with_pods(queue="red", labels=labels))
 
 
 def test_a_pod_in_a_queue_waits_for_what_kueue_says_of_its_quota(api_server: ApiServer) -> None:

@@ -151,8 +151,8 @@ def test_the_grace_of_a_template_counts_for_the_workers():
 
 
 FREE = (
-    *("num_nodes", "gpus_per_node", "processes_per_node", "threads_per_rank", "min_nodes"),
-    *("max_restarts", "node_timeout", "start_timeout", "return_timeout", "grow_delay"),
+    *("preset", "num_nodes", "gpus_per_node", "processes_per_node", "threads_per_rank"),
+    *("min_nodes", "max_restarts", "node_timeout", "start_timeout", "return_timeout", "grow_delay"),
     *("grow_interval", "worker_cpus", "worker_memory", "shared_memory", "scheduler_cpus"),
     *("scheduler_memory", "image_pull_policy", "queue", "idle_timeout", "termination_grace"),
     "autoscaled_nodes",

@@ -28,6 +28,7 @@ service_account = "own-account"
 recipes = ["own_recipes"]
 notify_emails = ["night@example.com"]
 metrics_port = 9123
+filler_priority_class = "own-filler"
 schedule = "17 3 * * MON-FRI"
 retrain_inputs = {recipe = "digits", margin = 0.25}
 termination_grace = 77
@@ -85,13 +86,16 @@ SEEN = {
     "small": "mem='13Gi'",
     "allowed": "s3://own/*",
     "prices": "{'zone=own': 17.5}",
+    "filler_priority_class": "'priorityClassName': 'own-filler'",
 }
 # Prints what a registration makes of the settings, once for each tracker.
 REGISTRATION = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
+from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.flyte import registration, resources
 from flyte_ddp.project import settings
+from flyte_ddp.project.admission import with_filler_class
 from workflows.retrain import retrain_wf
 
 for tracker in ("wandb", "mlflow", "tensorboard"):
@@ -105,6 +109,8 @@ for tracker in ("wandb", "mlflow", "tensorboard"):
     for pod in pods:
         print(pod, pod["pod_template"].pod_spec, getattr(pod.get("accelerator"), "_device", ""))
     print(own.allowed, own.prices)
+filler = ClusterConfig(kind="kubernetes", preset="filler")
+print(with_filler_class(filler).kubernetes.pod_template)
 plan = registration.launch_plan("own", retrain_wf)
 print(plan._saved_inputs, plan.schedule, plan.notifications)
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import FILLER, ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import (
     CLUSTER,
     GROUP,
@@ -167,16 +167,35 @@ def explain(config: ClusterConfig, run_name: str) -> str:
 
 
 def count_waiting(config: ClusterConfig, run_name: str) -> int:
-    """Return the number of pods that Kueue has not admitted; 0 if it is not known."""
-    if config.resolved_kind != "kubernetes" or not config.kubernetes.queue:
+    """Return the number of pods that wait for room and are not needed for a start; 0 if it is not
+    known.
+
+    Kueue has not admitted them. A filler does not need pods either that fit on no node now.
+    """
+    has_further = config.kubernetes.queue or config.preset == FILLER
+    if config.resolved_kind != "kubernetes" or not has_further:
         return 0
     try:
         pods = pods_of(cluster_name(run_name), target_namespace(config))
     except ClusterError:
         return 0
     # Kueue deletes pods that it does not admit, and others replace them.
-    staying = [pod for pod in pods if pod.metadata.deletion_timestamp is None]
-    return sum(bool(pod.spec.scheduling_gates) for pod in staying)
+    return sum(
+        _waits_for_room(pod, config.preset == FILLER)
+        for pod in pods
+        if pod.metadata.deletion_timestamp is None
+    )
+
+
+def _waits_for_room(pod: Any, is_filler: bool) -> bool:
+    if pod.spec.scheduling_gates:
+        return True
+    reasons = [
+        each.reason
+        for each in pod.status.conditions or []
+        if each.type == "PodScheduled" and each.status != "True"
+    ]
+    return is_filler and "Unschedulable" in reasons
 
 
 def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 0) -> PodEnd:

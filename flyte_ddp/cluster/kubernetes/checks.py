@@ -16,7 +16,7 @@ from decimal import Decimal
 from importlib.metadata import version
 from typing import Any
 
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import FILLER, ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, ApiRefused, call, find, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import (
     GROUP,
@@ -26,6 +26,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     PLURAL,
     POLICY_GROUP,
     POLICY_PLURAL,
+    QUEUE_PRIORITY,
     VERSION,
     WORKER_GROUPS,
 )
@@ -75,6 +76,11 @@ OPERATOR_MODULE = "dask_kubernetes"  # module that the operator's container runs
 INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/ sets
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
+# names and purposes of the policies in deploy/networkpolicy.yaml
+POLICIES = {
+    "flyte-ddp": "everybody away until a run's own is there",
+    "flyte-ddp-tenant": "other namespaces away from the pods of tasks",
+}
 # name of the cluster that the doctor pretends to create, and of its secret; policies compare them
 DOCTOR_NAME = "ddp-doctor-00000000"
 ENDED = ("Succeeded", "Failed")  # phases of a pod
@@ -364,6 +370,34 @@ def _list_shortages(setup: Setup, cluster_queue: Mapping[str, Any]) -> Iterator[
             )
 
 
+def _check_priorities(setup: Setup) -> Iterator[Finding]:
+    """Find priorities that do not exist, and a filler's that is not below the default, 0."""
+    config = setup.config
+    is_filler = config.preset == FILLER
+    names = {setup.spec[role]["spec"].get("priorityClassName") for role in ("scheduler", "worker")}
+    for name in sorted(filter(None, names)):
+        found = find("SchedulingV1Api", "read_priority_class", name)
+        if found is None:
+            yield Finding(
+                f"priorityClassName: expected a PriorityClass of this cluster, got {name!r}, "
+                "without which no pod is made; create it (deploy/filler.yaml has one), or name "
+                "another"
+            )
+        elif is_filler and found.value >= 0:
+            yield Finding(
+                f"PriorityClass {name}: expected a value below 0, so that a filler returns its "
+                f"nodes to pods without a class, got {found.value}; create it as in "
+                "deploy/filler.yaml"
+            )
+    name = config.kubernetes.labels.get(QUEUE_PRIORITY)
+    get = ("get_cluster_custom_object", KUEUE, KUEUE_VERSION, "workloadpriorityclasses")
+    if config.kubernetes.queue and name and find("CustomObjectsApi", *get, name) is None:
+        yield Finding(
+            f"the label {QUEUE_PRIORITY}: expected a WorkloadPriorityClass of this cluster, got "
+            f"{name!r}; create it, or name another"
+        )
+
+
 def _check_nodes(setup: Setup) -> Iterator[Finding]:
     if setup.config.kubernetes.autoscaled_nodes:
         yield Finding("whether the pods fit on nodes: they are made on demand", UNKNOWN)
@@ -470,14 +504,14 @@ def _dry_run(*request: Any) -> str:
 
 
 def _check_policies(setup: Setup) -> Iterator[Finding]:
-    request = ("NetworkingV1Api", "read_namespaced_network_policy", "flyte-ddp", setup.namespace)
-    if find(*request) is None:
-        yield Finding(
-            f"namespace {setup.namespace} lacks the policy that keeps everybody away until a "
-            f"run's own is there; apply it: kubectl --namespace {setup.namespace} apply -f "
-            "deploy/networkpolicy.yaml",
-            WARNING,
-        )
+    read = ("NetworkingV1Api", "read_namespaced_network_policy")
+    for name, purpose in POLICIES.items():
+        if find(*read, name, setup.namespace) is None:
+            yield Finding(
+                f"namespace {setup.namespace} lacks the policy {name} that keeps {purpose}; apply "
+                f"it: kubectl --namespace {setup.namespace} apply -f deploy/networkpolicy.yaml",
+                WARNING,
+            )
 
 
 def _check_orphans(setup: Setup) -> Iterator[Finding]:
@@ -517,6 +551,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("the rights of tasks", _check_rights),
     ("quotas", _check_quotas),
     ("the queue", _check_queue),
+    ("priorities", _check_priorities),
     ("nodes", _check_nodes),
     ("what the API server admits", _check_admission),
     ("network policies", _check_policies),

@@ -29,7 +29,7 @@ from flyte_ddp.code.source_code import read_settings
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ClusterError, ConfigError
-from flyte_ddp.project.admission import load_allowed
+from flyte_ddp.project.admission import load_allowed, with_filler_class
 
 
 def diagnose(
@@ -56,7 +56,7 @@ def diagnose(
     image = config.kubernetes.image or image or UNKNOWN_IMAGE
     config = dataclasses.replace(config, kind="kubernetes")
     config = config.with_pods(image=image, namespace=namespace)
-    spec = cluster_spec(config, DOCTOR_NAME)["spec"]
+    spec = cluster_spec(with_filler_class(config), DOCTOR_NAME)["spec"]
     findings, unseen = run_checks(
         Setup(config, spec, namespace, service_account, {"pods": Decimal(1)}, allowed)
     )

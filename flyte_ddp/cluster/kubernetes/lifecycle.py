@@ -55,6 +55,7 @@ from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, PreflightError
 from flyte_ddp.process.invocation import find_flyte_ddp_command
 from flyte_ddp.process.threads import start_thread
+from flyte_ddp.project.admission import with_filler_class
 
 if TYPE_CHECKING:
     from distributed import Client, Security
@@ -88,7 +89,8 @@ def kube_cluster(
         report_wait: gets what the start waits for, about every ten seconds.
 
     Raises:
-        PreflightError: the user has to correct something. Nothing was created.
+        ConfigError: the user has to correct something. Nothing was created. A PreflightError lists
+            everything that the Kubernetes cluster lacks.
         ClusterError: the cluster did not start in time, the API server does not answer, or a
             cluster with this name exists already.
     """
@@ -107,6 +109,7 @@ def kube_cluster(
             owner = None
             if driver is not None and driver.namespace == namespace:
                 owner = driver
+            config = with_filler_class(config)
             spec = cluster_spec(config, name, owner)
             preflight(config, spec, namespace, owner)
         except ApiRefused as error:

@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from flyte_ddp.cluster.config import GRACE_VARIABLE, ClusterConfig, dask_config
+from flyte_ddp.cluster.config import FILLER, GRACE_VARIABLE, ClusterConfig, dask_config
 from flyte_ddp.process.devices import NODE_VARIABLE
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
 CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # directory in scheduler and workers
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
-# Annotations that keep an autoscaler from moving pods. To move a worker costs the start of a gang,
-# and to move a scheduler also costs its own start.
-KEEP_IN_PLACE = {
-    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-    "karpenter.sh/do-not-disrupt": "true",
-}
+SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+# Annotations that keep an autoscaler from moving pods. An eviction costs no step, but a gang that
+# needs all its nodes waits on the others until a new node is there.
+KEEP_IN_PLACE = {SAFE_TO_EVICT: "false", "karpenter.sh/do-not-disrupt": "true"}
+# A filler must not keep a node alive. Without the annotation its emptyDir volumes would.
+MAY_MOVE = {SAFE_TO_EVICT: "true"}
 WORKER_GROUPS = "daskworkergroups"
 KUEUE, KUEUE_VERSION = "kueue.x-k8s.io", "v1beta2"
+QUEUE_PRIORITY = f"{KUEUE}/priority-class"  # label that names a WorkloadPriorityClass
 CLUSTER, COMPONENT = "dask.org/cluster-name", "dask.org/component"  # labels that the operator sets
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 PORTS = {"tcp-comm": SCHEDULER_PORT, "http-dashboard": DASHBOARD_PORT}
@@ -93,7 +94,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "name": name,
         # The operator copies labels and annotations to all its objects, and selects pods by labels.
         "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
-        "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
+        "annotations": _annotations(config),
     }
     if owner is not None:
         metadata["ownerReferences"] = [
@@ -147,7 +148,7 @@ def further_workers(config: ClusterConfig, cluster: Mapping[str, Any]) -> Object
     metadata |= {
         "name": f"{meta['name']}-further",
         "labels": {**meta["labels"], CLUSTER: meta["name"], COMPONENT: "workergroup"},
-        "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
+        "annotations": _annotations(config),
     }
     worker = {
         "replicas": num_further,
@@ -160,6 +161,16 @@ def further_workers(config: ClusterConfig, cluster: Mapping[str, Any]) -> Object
         "metadata": metadata,
         "spec": {"cluster": meta["name"], "worker": worker},
     }
+
+
+def _annotations(config: ClusterConfig) -> dict[str, str]:
+    """Return the annotations of all objects of a run, which say whether an autoscaler may move its
+    pods.
+    """
+    own = KEEP_IN_PLACE
+    if config.preset == FILLER:
+        own = MAY_MOVE
+    return {**own, **config.kubernetes.annotations}
 
 
 def _gang_metadata(config: ClusterConfig, name: str) -> Object:

@@ -2,6 +2,8 @@
 deploy/.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import io
 import json
@@ -122,6 +124,12 @@ class Namespace:
             for kind, selector in kinds.items()
             for each in self.items(kind, selector)
         ]
+
+    def copy_code(self, other: Namespace) -> None:
+        """Bring the code of `start_driver` here from another namespace."""
+        code = json.loads(other.kubectl("get", "configmap", "code", "--output", "json"))
+        copy = {**code, "metadata": {"name": "code", "namespace": self.name}}
+        kubectl("create", "-f", "-", stdin=json.dumps(copy))
 
     def start_driver(
         self, name: str, command: str, argument: str, service_account: str = "flyte-ddp"

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp import events
@@ -69,7 +70,8 @@ def prepared(directory: str, recipe: str) -> str:
 
 
 def main() -> None:
-    """Train as the argument describes: `cluster` (fields of ClusterConfig), and `runs`, each with
+    """Train as the argument describes: `settings` (text of a settings.toml in the working
+    directory; "" for none), `cluster` (fields of ClusterConfig), and `runs`, each with
     its `name`, `recipe`, `checkpoints` (URL) and `config` (fields of TrainingConfig).
     """
     logging.getLogger("flyte_ddp").addHandler(LogHandler())
@@ -77,6 +79,8 @@ def main() -> None:
     arguments = json.loads(sys.argv[1])
     # a node of every pod costs 1 a second
     costs.read_settings = lambda: {"prices": {"kubernetes.io/hostname=*": 3600.0}}
+    if arguments["settings"]:
+        Path("settings.toml").write_text(arguments["settings"])
     cluster, run_name = cluster_config(arguments["cluster"]), socket.gethostname()
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
         for each in arguments["runs"]:

@@ -135,13 +135,7 @@ def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live
     account = f"--serviceaccount={home.name}:flyte-ddp"
     namespace.kubectl("create", "rolebinding", "home", "--role=flyte-ddp", account)
     try:
-        code = json.loads(namespace.kubectl("get", "configmap", "code", "--output", "json"))
-        kubectl(
-            "create",
-            "-f",
-            "-",
-            stdin=json.dumps({**code, "metadata": {"name": "code", "namespace": home.name}}),
-        )
+        home.copy_code(namespace)
         bucket = urllib.parse.urlsplit(store.url)
         script = ELSEWHERE % (
             small_cluster(namespace=namespace.name),

@@ -89,7 +89,7 @@ def test_a_second_installation_changes_nothing_and_an_upgrade_what_the_diff_show
     kubectl("apply", "-k", str(directory))
     assert diff(directory) == (0, "")
     again = kubectl("apply", "-k", str(directory)).splitlines()
-    assert len(again) == 25
+    assert len(again) == 26
     assert [line for line in again if not line.endswith(" unchanged")] == []
     # A new version takes a right away, and adds an alert.
     rights = directory / "rbac.yaml"

@@ -63,11 +63,7 @@ def objects(namespace: str) -> list[dict[str, Any]]:
 def queue(namespace: Namespace) -> Iterator[str]:
     """The name of a LocalQueue, on nodes with slots."""
     is_new = install_kueue()
-    nodes = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()
-    capacity = {"status": {"capacity": {SLOT: str(NUM_SLOTS // len(nodes))}}}
-    for node in nodes:
-        patch = ("--subresource=status", "--type=merge", "--patch", json.dumps(capacity))
-        kubectl("patch", "node", node, *patch)
+    give_slots()
     made = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects(namespace.name)})
     kubectl("apply", "--filename=-", stdin=made)
     yield QUEUE
@@ -75,6 +71,15 @@ def queue(namespace: Namespace) -> Iterator[str]:
     kubectl("delete", "--filename=-", "--timeout=60s", stdin=made)
     if is_new:
         switch_off_kueue()
+
+
+def give_slots() -> None:
+    """Let the nodes have all slots together."""
+    nodes = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()
+    capacity = {"status": {"capacity": {SLOT: str(NUM_SLOTS // len(nodes))}}}
+    for node in nodes:
+        patch = ("--subresource=status", "--type=merge", "--patch", json.dumps(capacity))
+        kubectl("patch", "node", node, *patch)
 
 
 def in_queue(queue: str, **labels: str) -> dict[str, Any]:

@@ -134,9 +134,11 @@ def start(namespace: Namespace, store: Store) -> Callable[..., Driver]:
         *runs: str,
         recipe: str = RECIPE,
         alone_seconds: str = ALONE_SECONDS,
+        settings: str = "",
         **cluster: Any,
     ) -> Driver:
         orders = {
+            "settings": settings,
             "cluster": small_cluster(
                 image="",  # an empty name means the image of the driver's own pod
                 env={"STEP_SECONDS": STEP_SECONDS, "ALONE_SECONDS": alone_seconds},

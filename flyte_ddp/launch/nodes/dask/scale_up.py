@@ -19,6 +19,9 @@ from flyte_ddp.launch.nodes.dask.assignment import DaskNode, Worker, assign_node
 from flyte_ddp.launch.nodes.dask.discovery import WorkerDiscovery
 from flyte_ddp.process.threads import start_thread
 
+# seconds after which a worker may join unprepared: its preparation has probably failed
+MAX_PREPARATION = 900.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -115,7 +118,7 @@ class ScaleUpWatch:
         missing = [each for each in nodes if each.address not in asked]
         if missing:
             self.prepare_nodes(missing)
-            deadline = now + self.config.start_timeout
+            deadline = now + min(self.config.start_timeout, MAX_PREPARATION)
             self._prepared_by.update((each.address, deadline) for each in missing)
         return all(
             each.address in ready or now >= self._prepared_by[each.address] for each in nodes
