@@ -29,6 +29,9 @@ if sys.version_info >= (3, 11):
     PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
+# Packages that core dependencies bring, as a whole or, of OpenTelemetry, in part.
+BROUGHT = {"adlfs", "gcsfs", "opentelemetry"}
+
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11),
     reason="tomllib reads pyproject.toml, which is the same for all Pythons",
@@ -135,7 +138,7 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(core, tmp_pa
 import importlib, importlib.util, pkgutil, re, sys
 import flyte_ddp
 assert flyte_ddp.__file__.startswith({str(core)!r}), flyte_ddp.__file__
-present = [name for name in {sorted(EXTRAS.keys() - {"adlfs", "gcsfs"})!r} if importlib.util.find_spec(name)]
+present = [name for name in {sorted(EXTRAS.keys() - BROUGHT)!r} if importlib.util.find_spec(name)]
 assert not present, present
 for module in pkgutil.walk_packages(flyte_ddp.__path__, "flyte_ddp."):
     if not re.search("__main__$|[.](integrations|flyte2)[.]", module.name):  # which import their framework

@@ -60,6 +60,11 @@ class Link:
                 self.kill_ranks("the driver ended the attempt")
         self._bell.send_bytes(b"-")
 
+    def close(self) -> None:
+        """Close the pipe of `alarm`, after the end of the attempt. No command may follow."""
+        self.alarm.close()
+        self._bell.close()
+
     def kill_ranks(self, reason: str) -> None:
         """Request that the ranks are killed."""
         self.stop.set(reason)

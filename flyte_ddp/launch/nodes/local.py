@@ -153,6 +153,7 @@ class LocalNodes(Nodes):
     def close(self) -> None:
         if self._agent:
             self._agent.result()  # the ranks are gone
+        self._link.close()
         self._stack.close()
 
 
