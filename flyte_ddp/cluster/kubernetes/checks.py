@@ -505,13 +505,15 @@ def _dry_run(*request: Any) -> str:
 
 def _check_policies(setup: Setup) -> Iterator[Finding]:
     read = ("NetworkingV1Api", "read_namespaced_network_policy")
-    for name, purpose in POLICIES.items():
-        if find(*read, name, setup.namespace) is None:
-            yield Finding(
-                f"namespace {setup.namespace} lacks the policy {name} that keeps {purpose}; apply "
-                f"it: kubectl --namespace {setup.namespace} apply -f deploy/networkpolicy.yaml",
-                WARNING,
-            )
+    lacking = [
+        purpose for name, purpose in POLICIES.items() if find(*read, name, setup.namespace) is None
+    ]
+    if lacking:
+        yield Finding(
+            f"nothing in namespace {setup.namespace} keeps {' and '.join(lacking)}; apply the "
+            f"policies: kubectl --namespace {setup.namespace} apply -f deploy/networkpolicy.yaml",
+            WARNING,
+        )
 
 
 def _check_orphans(setup: Setup) -> Iterator[Finding]:
