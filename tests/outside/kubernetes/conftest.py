@@ -207,6 +207,7 @@ POLICY_LISTS = (
     ("'registry.example.com/flyte-ddp'", f"'{IMAGE.rpartition(':')[0]}', 'absent'"),
     ("'default', 'flyte-ddp'", "'default', 'flyte-ddp', 'absent'"),
     ("'storage', 'registry'", "'storage', 'registry', 'absent'"),
+    ("['filler']", "['filler', 'training']"),
 )
 
 
