@@ -128,7 +128,7 @@ test-gpu: $(TESTED)  ## the tests that need a GPU
 test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/outside/kubernetes
 
-drills: $(TESTED)  ## what queues, evictions and fillers cost, counted on the cluster of test-kubernetes in half an hour; needs FLYTE_DDP_TEST_BUILDER and Go for Kueue
+drills: $(TESTED)  ## measure on the cluster of test-kubernetes what queues, evictions and fillers cost; takes half an hour; needs FLYTE_DDP_TEST_BUILDER, and Go to build Kueue
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -s tests/outside/kubernetes/drill_queue.py tests/outside/kubernetes/drill_filler.py
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE

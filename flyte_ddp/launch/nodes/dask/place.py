@@ -188,10 +188,7 @@ class DaskPlace:
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
             waited = time.monotonic() - begun
-            if len(workers) >= sizes[0]:
-                return workers
-            is_enough = len(workers) >= sizes[-1]
-            if is_enough and (waited >= patience or self._do_others_wait(len(workers))):
+            if self._are_enough(len(workers), sizes, waited >= patience):
                 return workers
             is_gone = not is_connected and self.client.status == "closed"
             if waited > max(patience, config.start_timeout) or is_gone:
@@ -205,9 +202,14 @@ class DaskPlace:
             message += f"{waited:.0f} s"
         raise self._make_error(message, previous, is_connected)
 
-    def _do_others_wait(self, num_present: int) -> bool:
-        """Return whether all missing workers wait for room, so that nobody knows for how long."""
-        return num_present + count_waiting(self.config, self.run_name) >= self.config.num_nodes
+    def _are_enough(self, num_present: int, sizes: Sequence[int], is_late: bool) -> bool:
+        """Return whether the next attempt begins with so many workers. It does not wait for workers
+        that wait for room, because nobody knows for how long.
+        """
+        if num_present >= sizes[0] or num_present < sizes[-1]:
+            return num_present >= sizes[0]
+        num_waiting = count_waiting(self.config, self.run_name)
+        return is_late or num_present + num_waiting >= self.config.num_nodes
 
     def _report_wait(self, run: Run, waited: float) -> None:
         """Emit, at most every ten seconds, for which new reason pods of the cluster are missing.
