@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gzip
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -173,10 +175,11 @@ class Bereaved:
     # The recipe "bereaved" alone writes this.
     departures: list[dict[str, Any]]
     losses: list[dict[str, Any]]
+    looks: dict[str, str]  # command to what it printed about the recipe "undisturbed"
 
 
 @pytest.fixture(scope="module")
-def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
+def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -> Bereaved:
     # A short grace: with a longer one the deleted worker would train to the end of so short a run.
     # And room for the states in memory of the third run beside what the first two have read.
     driver = start(
@@ -190,6 +193,11 @@ def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
     )
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
+    looks = {
+        "status": eventually(lambda: look_at_training(store, "undisturbed"), 60, "a status"),
+        "stacks": look(store, "stacks", "undisturbed"),
+        "profile": look(store, "profile", "undisturbed", "--rank", "1", "--steps", "2"),
+    }
     driver.wait_for_step("bereaved", 5)
     deleted_at = time.time()
     namespace.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
@@ -202,7 +210,19 @@ def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
     )
     namespace.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
     driver.succeeded()
-    return Bereaved(driver, pods, deleted_at, *logged)
+    return Bereaved(driver, pods, deleted_at, *logged, looks)
+
+
+def look(store: Store, command: str, run: str, *options: str) -> str:
+    """Return what a command of `flyte-ddp` prints about a run, on this machine."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flyte_ddp", command, f"s3://runs/{run}", *options],
+        env=os.environ | store.keys | {"AWS_ENDPOINT_URL": store.url},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
@@ -219,6 +239,33 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(
         bereaved.driver.pod
     )
+
+
+def look_at_training(store: Store, run: str) -> str:
+    """Return the status of a run that trains, as JSON, or "" while it says something else."""
+    status = look(store, "status", run, "--json")
+    if json.loads(status)["phase"] == "training":
+        return status
+    return ""
+
+
+def test_one_looks_into_a_run_on_a_cluster_from_outside(bereaved: Bereaved, store: Store) -> None:
+    status = json.loads(bereaved.looks["status"])
+    assert status["step"] >= 1
+    assert status["world_size"] == 2
+    for rank in (0, 1):
+        assert f"rank {rank}" in bereaved.looks["stacks"]
+    assert "train_epoch" in bereaved.looks["stacks"]
+    written = [line.removeprefix("s3://") for line in bereaved.looks["profile"].splitlines()]
+    (trace,) = [path for path in written if path.endswith(".json.gz")]
+    names = {each.get("name") for each in read_trace(store, trace)["traceEvents"]}
+    assert any("Optimizer.step" in str(name) for name in names)
+    steps = bereaved.driver.steps("undisturbed")
+    assert steps == ALL_STEPS, "a step was lost"
+
+
+def read_trace(store: Store, path: str) -> Any:
+    return json.loads(gzip.decompress(store.files.cat_file(path)))
 
 
 def test_a_run_costs_its_pods_times_time_times_price(bereaved: Bereaved) -> None:
