@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from kubernetes import client, config, watch
+from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import ProtocolError
 
 CLUSTER = "dask.org/cluster-name"
@@ -60,10 +61,11 @@ class Timeline(threading.Thread):
     def run(self) -> None:
         request = client.CoreV1Api().list_namespaced_pod
         while not self._is_over:
-            # The API server may end a watch at any time.
-            with contextlib.suppress(ProtocolError):
+            # The API server may end a watch at any time, and refuse one for a moment.
+            with contextlib.suppress(ProtocolError, ApiException):
                 for event in self._watch.stream(request, self._namespace, timeout_seconds=3000):
                     self._note(event["type"], event["object"], time.time())
+            time.sleep(0.1)
 
     def _note(self, kind: str, pod: Any, now: float) -> None:
         metadata = pod.metadata
