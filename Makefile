@@ -96,7 +96,7 @@ PINS := requirements.txt requirements-dev.txt
 # they started.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements
+.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
 
 test: $(TESTED)  ## the tests that need nothing but this machine, in twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
@@ -161,6 +161,10 @@ format: $(TESTED)  ## let ruff mend what it can
 
 bench: $(TESTED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start script" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+# With the Python that has torch, without any set-up: PYTHON=python3.
+bench-gpu:  ## compare training on a GPU with plain loops, in nine minutes, with the torch of PYTHON; ONLY=states,killed for some rows
+	$(PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
 soak: $(TESTED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 NODES=2 PROGRAM=recipe|function|shards
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
