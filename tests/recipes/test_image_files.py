@@ -37,7 +37,7 @@ def test_a_prefix_of_many_files_is_listed_page_by_page_and_judged_by_names(
     assert description.endswith("; 1 file left out: 1 no image by their names")
     assert {method for method, *_ in store.requests[before:]} == {"GET"}
     assert len(store.requests) - before == 4  # the first one looks for shards
-    pages = [query for _, _, query, _ in store.requests[before:] if "list-type" in query]
+    pages = [query for _, _, query, *_ in store.requests[before:] if "list-type" in query]
     assert len(pages) == 3
     assert sum("continuation-token" in query for query in pages) == 2
 

@@ -73,7 +73,7 @@ class ImageStore:
 
     def __init__(self, app):
         self.app = app
-        self.requests = []  # (method, path, query, headers)
+        self.requests = []  # (method, path, query, range, authorization)
         self.faults = defaultdict(list)
         # every request fails with this: "unavailable", or the code of an answer with status 403
         self.fault = ""
@@ -85,6 +85,7 @@ class ImageStore:
                 environ["REQUEST_METHOD"],
                 path,
                 parse_qs(query),
+                environ.get("HTTP_RANGE", ""),
                 environ.get("HTTP_AUTHORIZATION", ""),
             )
         )
@@ -149,7 +150,14 @@ class ImageStore:
 
     def asked_for(self, name):
         """The methods of the requests for the object."""
-        return [method for method, path, _, _ in self.requests if path.endswith(f"/{name}")]
+        return [method for method, path, *_ in self.requests if path.endswith(f"/{name}")]
+
+    def ranges_of(self, bucket, name):
+        """The ranges of bytes that were fetched of the object; "" stands for all bytes."""
+        own = bucket.removeprefix("s3:/") + f"/{name}"
+        return {
+            span for method, path, _, span, _ in self.requests if (method, path) == ("GET", own)
+        }
 
 
 @contextlib.contextmanager
