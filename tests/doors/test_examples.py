@@ -27,6 +27,7 @@ from tests.support.trainers import new_trainer
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_recipe_outside_the_package_trains_to_a_meaningful_accuracy(tmp_path):
     shutil.copy(REPOSITORY / "examples/recipes/wine.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -38,6 +38,7 @@ def template_of(distributed: DistributedTask):
     return get_serializable(OrderedDict(), SETTINGS, distributed).template
 
 
+@pytest.mark.long
 def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(
     tmp_path, capfd, forked_functions
 ):

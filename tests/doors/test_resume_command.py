@@ -137,9 +137,10 @@ def test_a_recipe_resumes_in_the_directory_that_was_made_for_it(tmp_path):
     "program",
     [
         (".venv/bin/flyte-ddp",),
-        pytest.param((sys.executable, "-m", "flyte_ddp"), marks=pytest.mark.long),
+        (sys.executable, "-m", "flyte_ddp"),
     ],
 )
+@pytest.mark.long
 def test_the_printed_command_replays_the_bad_step_as_it_is_printed(program, tmp_path):
     environment = lay_out(tmp_path)
     typed = [

@@ -78,6 +78,7 @@ def test_a_plain_function_is_swept_on_two_nodes_and_not_run_again(client, tmp_pa
     assert "started" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_each_trial_runs_at_each_world_size_for_a_scaling_study(client):
     swept = flyte_ddp.sweep(count_ranks, [3], world_sizes=[1, 2], mode="max", client=client)
     results = [(run.trial.values, run.kept.values["loss"]) for run in swept.trials]
@@ -119,7 +120,7 @@ def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path
     assert called == sorted([*kinds, "bad"])
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_kept", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_page_lines_and_table_of_a_sweep_name_a_trial_and_its_figures_alike(
     is_kept, client, tmp_path, capfd
 ):

@@ -48,6 +48,7 @@ def assert_resumed(resumed, *expected):
     ), resumed
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_no_more_than_the_interval_that_is_chosen(tmp_path):
     plain, _ = train(tmp_path / "plain", LocalPlace(2))
     run, resumed = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), "backward-0-5")

@@ -130,6 +130,7 @@ def log_batches(tmp_path, **options):
     return config, lambda: log.read_text().splitlines()
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_the_part_in_hand(state, tmp_path):
     config, lines = log_batches(tmp_path, end="kill", ends_at=6)
     output = tmp_path / "made"

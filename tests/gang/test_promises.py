@@ -83,10 +83,15 @@ class Cell:
         return [event.step for event in events_of(self.seen, events.CheckpointLoaded) if event.step]
 
 
-def cells(*slow):
-    """Parametrize a test with all four cells. `make test` leaves out the `slow` cells, because the
-    other cells run the same code.
+def cells(*slow, long=()):
+    """Parametrize a test with all four cells. `make test` leaves out the `slow` and the `long`
+    cells, because the other cells run the same code.
     """
+
+    def marks(cell):
+        if cell in slow:
+            return [pytest.mark.slow]
+        return [pytest.mark.long] * (cell in long)
 
     return pytest.mark.parametrize(
         "cell",
@@ -94,7 +99,7 @@ def cells(*slow):
             pytest.param(
                 (program, place),
                 id=f"{program}-{place}",
-                marks=[pytest.mark.slow] if f"{program}-{place}" in slow else [],
+                marks=marks(f"{program}-{place}"),
             )
             for place in ("local", "dask")
             for program in ("recipe", "function")
@@ -138,7 +143,7 @@ def test_an_unexplained_exception_and_a_store_that_was_away_are_answered_by_a_re
     assert cell.num_attempts == 2
 
 
-@cells()
+@cells(long=("function-dask",))
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, undisturbed):
     cell.order("1-kill-9")
     result = cell.run()

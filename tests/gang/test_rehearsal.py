@@ -98,7 +98,7 @@ def test_mistakes_are_named_with_their_lines(tmp_path):
 @pytest.mark.parametrize(
     "titles",
     [
-        pytest.param(["average lost", "norm"], id="some"),
+        pytest.param(["average lost", "norm"], marks=pytest.mark.long, id="some"),
         *(pytest.param([title], marks=pytest.mark.slow, id=title) for title in VARIANTS),
     ],
 )

@@ -123,6 +123,7 @@ def four(tmp_path_factory, data, client):
     return sweep(models(*FOUR), checkpoints, data, client, watch), checkpoints, watch
 
 
+@pytest.mark.long
 def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four, record):
     runs, _, _ = four
     assert [run.status for run in runs] == [FINISHED, FINISHED, FAILED, FAILED]
@@ -201,6 +202,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
     assert len(runs[1].epochs) == 40
 
 
+@pytest.mark.long
 def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, monkeypatch):
     """Beside models that an earlier sweep has trained, and on a worker that has to fetch a copy of
     the data.

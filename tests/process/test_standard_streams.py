@@ -46,7 +46,7 @@ def open_stream(state: str, stack: contextlib.ExitStack) -> tuple[int, int]:
     ("output", "error"),
     [
         (CLOSED, FULL),
-        (BROKEN, HUNG_UP),
+        pytest.param(BROKEN, HUNG_UP, marks=pytest.mark.long),
         pytest.param(HUNG_UP, BROKEN, marks=pytest.mark.long),
         pytest.param(FULL, CLOSED, marks=pytest.mark.long),
     ],

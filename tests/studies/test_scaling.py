@@ -297,6 +297,7 @@ def study(checkpoints, **changes):
         return scaling_wf(**{**inputs, **changes})
 
 
+@pytest.mark.long
 def test_a_study_trains_each_world_size_alike_and_times_it(tmp_path):
     outputs = study(tmp_path / "study")
     one, two = pandas.read_csv(outputs.csv.path).to_dict("records")
