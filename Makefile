@@ -95,14 +95,19 @@ PINS := requirements.txt requirements-dev.txt
 # Four at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
 # they started.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+# Each of the four processes imports all test files that it is given.
+LONG = $(shell grep -rl --include='test_*.py' 'mark\.long' tests | sort)
 
-.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
+.PHONY: test test-long test-most test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
 
 test: $(TESTED)  ## the tests that need nothing but this machine, in twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
 
 test-long: $(TESTED)  ## the next longest tests, in ten minutes: losses, several nodes, outages
-	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow' $(LONG)
+
+test-most: $(TESTED)  ## both, which in one run take less time
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
 test-all: $(TESTED)  ## also these and the slow ones
 	$(BIN)/python -m pytest $(PARALLEL)
@@ -126,7 +131,7 @@ test-gpu: $(TESTED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/outside/gpu
 
 test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/outside/kubernetes
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest --durations=0 --durations-min=5 tests/outside/kubernetes
 
 drills: $(TESTED)  ## measure on the cluster of test-kubernetes what queues, evictions and fillers cost; takes half an hour; needs FLYTE_DDP_TEST_BUILDER, and Go to build Kueue
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -s tests/outside/kubernetes/drill_queue.py tests/outside/kubernetes/drill_filler.py

@@ -109,15 +109,22 @@ ELSEWHERE = """
 """
 TRY = """
 import socket
-for place in %r:
+from concurrent.futures import ThreadPoolExecutor
+
+def look(place):
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
-        print(place, "open")
+        return "open"
     except ConnectionRefusedError:
-        print(place, "open")
+        return "open"
     except OSError as error:
-        print(place, "shut")
+        return "shut"
+
+places = %r
+with ThreadPoolExecutor(len(places)) as threads:
+    for place, found in zip(places, threads.map(look, places)):
+        print(place, found)
 """
 
 

@@ -44,6 +44,7 @@ print(json.dumps(sorted({int(port, 16) for address, port in local if address != 
 """
 ATTACK = """
     import json, socket, ssl, sys, urllib.error, urllib.request
+    from concurrent.futures import ThreadPoolExecutor
     import fsspec
     from flyte_ddp.cluster.config import cluster_config
     from flyte_ddp.cluster.kubernetes.api import POD_IDENTITY, own_namespace
@@ -98,12 +99,17 @@ ATTACK = """
         return ""
 
     kinds = {"connect": connect, "ask": ask, "open_place": open_place, "read": read}
-    for name, kind, arguments in plan["attempts"]:
+
+    def attempt(name, kind, arguments):
         if kind == "launch":
             refusal = launch(**arguments)
         else:
             refusal = kinds[kind](*arguments)
-        print(json.dumps({"attempt": name, "refusal": refusal}), flush=True)
+        return {"attempt": name, "refusal": refusal}
+
+    with ThreadPoolExecutor(8) as threads:
+        for found in threads.map(lambda each: attempt(*each), plan["attempts"]):
+            print(json.dumps(found), flush=True)
 """
 Attempt = tuple[str, str, Any]
 
