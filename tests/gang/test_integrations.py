@@ -26,13 +26,15 @@ from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.rank.sharding import find_changed_value
 from tests.support.errors import raises_one_line
-from tests.support.frameworks import PROGRAMS, Task
+from tests.support.frameworks import PROGRAMS, Task, require
 from tests.support.gang import session_of
 from tests.support.own_optimizers import FreeSgd, Slow
 from tests.training.test_trial import Counting, Forgetful, Hooked, Unloadable
 
+# The example scripts test the same frameworks in fresh ranks.
+pytestmark = pytest.mark.usefixtures("forked_functions")
 SLOW = pytest.mark.slow
-FRAMEWORKS = (  # Importing the slow ones takes ten seconds for each rank; `make test-docs` has all
+FRAMEWORKS = (  # Some take seconds for each rank; `make test-docs` has all of them.
     *(pytest.param(each, marks=SLOW) for each in PROGRAMS if each != "accelerate"),
     "accelerate",
 )
@@ -55,7 +57,7 @@ class Listener(events.Listener):
 @pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
-    pytest.importorskip(framework.split()[0])
+    require(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path))
     # The fault comes in the middle of the second epoch; the last checkpoint is of step 16. It ends
     # the rank that writes it, which waits for it.
@@ -87,7 +89,7 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     ],
 )
 def test_a_limit_of_steps_ends_an_epoch_also_after_a_kill(framework, tmp_path):
-    pytest.importorskip(framework.split()[0])
+    require(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path), limit=6)
     # At the second epoch's first step: before it Accelerate and Lightning have saved, in it the
     # Trainer saves.
@@ -111,7 +113,7 @@ def test_a_limit_of_steps_ends_an_epoch_also_after_a_kill(framework, tmp_path):
     ["accelerate", *(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning"))],
 )
 def test_a_stop_loses_no_step(framework, tmp_path):
-    pytest.importorskip(framework.split()[0])
+    require(framework.split()[0])
     task = Task(str(tmp_path), save_steps=1000, step_seconds=0.5)
     stop, listener = StopRequest(120), Listener()
 
@@ -135,7 +137,7 @@ def test_a_stop_loses_no_step(framework, tmp_path):
 @SLOW
 @pytest.mark.parametrize("num_missing", [0, 4])
 def test_a_trainer_of_data_without_a_length_goes_on_in_a_later_epoch(num_missing, tmp_path):
-    pytest.importorskip("transformers")
+    require("transformers")
     # Four samples fewer end each epoch with one batch of two of an optimizer step.
     task = Task(str(tmp_path), num_missing=num_missing, save_steps=1)
     train = functools.partial(PROGRAMS["transformers"], streams=True, num_batches=2)
@@ -160,7 +162,7 @@ def test_a_trainer_of_data_without_a_length_goes_on_in_a_later_epoch(num_missing
 @SLOW
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_trainer_at_its_last_step_trains_no_other_one(streams, tmp_path):
-    pytest.importorskip("transformers")
+    require("transformers")
 
     def train(max_steps):
         function = functools.partial(PROGRAMS["transformers"], streams=streams, max_steps=max_steps)
@@ -175,7 +177,7 @@ def test_a_trainer_at_its_last_step_trains_no_other_one(streams, tmp_path):
 
 @SLOW
 def test_a_data_modules_last_batch_has_its_weight_at_any_number_of_ranks(tmp_path):
-    pytest.importorskip("lightning")
+    require("lightning")
     task = Task(str(tmp_path), num_missing=5)  # 11 batches of 8 samples and one of 3
     train = PROGRAMS["lightning data module"]
     found = [flyte_ddp.run(train, task, nproc_per_node=num_ranks) for num_ranks in (1, 2)]
@@ -289,7 +291,7 @@ def train_with_a_wrapper():
 
 
 def test_accelerate_counts_the_steps_of_an_optimizer_around_another_one(tmp_path):
-    pytest.importorskip("accelerate")
+    require("accelerate")
     assert flyte_ddp.run(train_with_a_wrapper, checkpoints=str(tmp_path)) == (4, 3)
 
 
@@ -303,7 +305,7 @@ def train_twice():
 
 
 def test_a_second_training_in_a_run_is_one_line(tmp_path):
-    pytest.importorskip("accelerate")
+    require("accelerate")
     expected = (
         "prepare: expected one call in a run, which has the checkpoints of one training, got a "
         "second one"
@@ -342,7 +344,7 @@ def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framewor
 
 @pytest.mark.slow  # Importing transformers takes ten seconds.
 def test_a_trainers_checkpoint_of_an_earlier_version_is_one_line(tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
+    require("transformers")
     from accelerate.utils import DistributedType
 
     from flyte_ddp.integrations import transformers
@@ -371,6 +373,8 @@ def test_data_without_a_length_are_not_compared():
 
 @pytest.mark.slow  # Importing Lightning takes ten seconds.
 def test_lightning_refuses_batches_that_ranks_with_the_same_samples_would_share(monkeypatch):
+    # Lightning sets this variable. Without it again, later ranks are forked.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     callback = importlib.import_module("flyte_ddp.integrations.lightning").SessionCallback()
     trainer = SimpleNamespace(
         reload_dataloaders_every_n_epochs=1,
@@ -425,7 +429,7 @@ def train_logging():
 
 @SLOW
 def test_what_lightning_logs_is_reported():
-    pytest.importorskip("lightning")
+    require("lightning")
     listener = Listener()
     flyte_ddp.run(train_logging, listeners=[listener])
     names = [name for each in listener.metrics for name in each]
@@ -438,7 +442,7 @@ def test_what_lightning_logs_is_reported():
 
 
 def test_the_trainers_own_times_and_counts_are_no_figures_of_the_run(monkeypatch):
-    pytest.importorskip("transformers")
+    require("transformers")
     from flyte_ddp.integrations import transformers
 
     reported = {}

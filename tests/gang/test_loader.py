@@ -19,6 +19,7 @@ import flyte_ddp
 from flyte_ddp import session
 from flyte_ddp.data import loader
 from flyte_ddp.errors import ConfigError
+from tests.support.frameworks import require
 from tests.support.gang import run_gang
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def test_a_loop_of_2_then_3_then_1_rank_trains_on_each_sample_once_an_epoch(prog
     """The first part ends in the middle of an epoch, and the second at the end of one."""
     for name in programs:
         if name not in ("plain", "titan"):
-            pytest.importorskip(name)
+            require(name)
     for num_ranks, max_steps, num_workers in ((2, 5, 1), (3, 9, 2), (1, -1, 0)):
         run_torchrun(num_ranks, str(tmp_path), str(max_steps), str(num_workers), *programs)
     for program in programs:

@@ -7,6 +7,7 @@ Every rank calls these functions.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from flyte_ddp import session
 
 RATE = 0.05
+
+
+def require(package: str) -> None:
+    """Skip the test without the package. This process does not import it.
+
+    Lightning sets a variable that torch reads. Later ranks of this process could not be forked.
+    """
+    import pytest
+
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 @dataclass(frozen=True)
