@@ -125,7 +125,7 @@ def neighbour(namespace: Namespace) -> Iterator[Namespace]:
     other.kubectl("apply", "-f", str(ROOT / "deploy/networkpolicy.yaml"))
     other.copy_code(namespace)
     yield other
-    kubectl("delete", "namespace", other.name, "--timeout=120s")
+    kubectl("delete", "namespace", other.name, "--wait=false")
     for file in files:
         text = manifest(file, other.name)
         kubectl("delete", "-f", "-", "--wait=false", "--ignore-not-found", stdin=text)
