@@ -92,10 +92,10 @@ register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; PROJECT=,
 # The platform of the image: Debian 12's Python.
 IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
 PINS := requirements.txt requirements-dev.txt
-# Four at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
-# they started.
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
-# Each of the four processes imports all test files that it is given.
+# Three at a time on two cores, because a test's ranks often wait. Each process more takes 30 s of processor time to import
+# all test files and what ranks need. A file's tests stay together, because they share what they started.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+# `make test-long` imports these files only.
 LONG = $(shell grep -rl --include='test_*.py' 'mark\.long' tests | sort)
 
 .PHONY: test test-long test-most test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
