@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing.util
 import os
@@ -82,6 +83,19 @@ def pytest_ignore_collect(collection_path, config):
     named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
     is_named = any(each == OUTSIDE or folder in (each, *each.parents) for each in named)
     return None if is_named else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Let the garbage collector never visit what the files of tests import. Its visits take a tenth
+    of the time of these imports.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionstart():

@@ -102,4 +102,3 @@ def test_open_files_are_flushed_and_what_the_server_imported_stays_untouched(tmp
             assert (tmp_path / "stdout").read_text() == "written"
             assert (tmp_path / "later").read_text() == "written"
     assert gc.get_freeze_count()
-    gc.unfreeze()
