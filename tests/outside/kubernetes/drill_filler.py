@@ -140,6 +140,8 @@ def carry_out(drill: Drill, start: Callable[..., Driver]) -> None:  # noqa: F811
         steps = filler.steps(run_of(filler))
         assert steps == list(range(1, len(steps) + 1)), "a step was lost or done again"
         drill.namespace.kubectl("delete", "pod", filler.pod, "--wait=false")
+    # Kueue keeps the workloads of pods that have ended.
+    drill.namespace.kubectl("delete", "pod", *names, "--wait=false")
     assert max(waits) < MAX_NOTICE
     assert free < MAX_FREE
 
