@@ -97,6 +97,10 @@ COMMANDS = {
         "flyte_ddp.observers.reports.command:main",
         "make the page of a run again, from its history",
     ),
+    "compare": (
+        "flyte_ddp.observers.reports.comparison:main",
+        "draw runs over each other, and list what differs and where the time went",
+    ),
     "plot": ("flyte_ddp.observers.reports.plots:main", "draw the curves of a run's history"),
     "mlflow": ("flyte_ddp.observers.mlflow:main", "upload a run's history to MLflow"),
 }

@@ -52,6 +52,7 @@ from flyte_ddp.events.state import (
 )
 from flyte_ddp.events.wall_time import (
     TimeSpent,
+    split_steps,
 )
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "parse_history",
     "plain",
     "read_history",
+    "split_steps",
     "to_line",
     "to_utf8",
 ]

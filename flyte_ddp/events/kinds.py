@@ -134,9 +134,12 @@ class RunStarted(Timed):
     data_fingerprint: str = ""  # SHA-256 of the prepared files
     data_license: str = ""  # "" where it is not known
     class_names: list[str] = field(default_factory=list)  # the order is that of the model's outputs
-    # commit of the user's project, from `describe_commit`; the launcher adds it
-    commit: str = ""
-    recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
+    # SHA-256 of the library's and the recipe's code; the launcher adds that of another program
+    recipe_version: str = ""
+    # The launcher adds these:
+    commit: str = ""  # commit of the user's project, from `describe_commit`
+    image: str = ""  # image of the task; "" without one
+    arguments: str = ""  # arguments of a script, as for a shell
 
     def figures(self) -> Figures:
         return Figures(values=self.known("world_size", "num_steps", "num_parameters"))
@@ -162,6 +165,8 @@ class EpochFinished(Timed):
     rank_losses: list[float] = field(default_factory=list)
     # mean time per step that each rank computed
     rank_step_seconds: list[float] = field(default_factory=list)
+    # the same by phase: data, forward, backward; empty in histories of an earlier version
+    rank_phase_seconds: dict[str, list[float]] = field(default_factory=dict, compare=False)
     # training and held-out samples that could not be read and were left out
     num_unreadable: int = 0
     # Means over this attempt's steps so far, from DDP's own timers (a sample of the steps). Empty

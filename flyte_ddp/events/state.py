@@ -166,7 +166,9 @@ class RunState(Listener):
                 self.loaded, self._progress, self.rank_values = None, [], {}
             case CheckpointLoaded():
                 self.reports = [each for each in self.reports if each.step <= event.step]
-                self.epochs = list(event.epochs)
+                # The events of earlier attempts have the phases, which checkpoints have not.
+                known = {epoch.step: epoch for epoch in self.epochs}
+                self.epochs = [known.get(epoch.step, epoch) for epoch in event.epochs]
 
     def _add_results(self, event: Event) -> None:
         """Add the results that ranks report."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp.events import kinds
@@ -60,6 +63,30 @@ class TimeSpent:
     def parts(self) -> dict[str, float]:
         """Return the seconds of each purpose."""
         return dataclasses.asdict(self)
+
+
+def split_steps(epochs: Sequence[kinds.EpochFinished]) -> dict[str, float]:
+    """Return the shares of the steps' time by purpose; an empty dict if no epoch has the phases of
+    its ranks.
+
+    "stragglers" is what the mean rank waits for the slowest one. "exchange" is all that is left
+    beside the slowest rank's own work: the exchange of gradients, and the update.
+    """
+    seconds: Counter[str] = Counter()
+    step = 0
+    for epoch in epochs:
+        num_steps, step = epoch.step - step, epoch.step
+        if not epoch.rank_phase_seconds:
+            continue
+        means = {name: statistics.fmean(each) for name, each in epoch.rank_phase_seconds.items()}
+        slowest, mean = max(epoch.rank_step_seconds), sum(means.values())
+        means["stragglers"] = max(0.0, slowest - mean)
+        means["exchange"] = max(0.0, epoch.seconds / max(1, num_steps) - slowest)
+        seconds.update({name: num_steps * each for name, each in means.items()})
+    whole = seconds.total()
+    if not whole:
+        return {}
+    return {name: each / whole for name, each in seconds.items()}
 
 
 @dataclass

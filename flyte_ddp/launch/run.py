@@ -17,6 +17,7 @@ import os
 import pkgutil
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -471,7 +472,7 @@ def script_program(
             directory, name = str(path.parent), path.name
     call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
     name = Path(script).name or Path(directory).name
-    return Program(name, dumps(call), packages, directory)
+    return Program(name, dumps(call), packages, directory, shlex.join(arguments))
 
 
 def command_program(command: Sequence[str]) -> Program:
@@ -483,7 +484,8 @@ def command_program(command: Sequence[str]) -> Program:
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
     call = dumps(_Command(tuple(command), os.getcwd()))
-    return Program(Path(command[0]).name, call, kind=Kind.COMMAND)
+    name, arguments = Path(command[0]).name, shlex.join(command[1:])
+    return Program(name, call, arguments=arguments, kind=Kind.COMMAND)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ in use.
     URL/versions/VERSION/manifest.json    origin, metrics and checksum of the version
     URL/versions/VERSION/model_state.pt   its state dict, or model_state.safetensors
     URL/versions/VERSION/run_card.json    the run card of its training, if there was one
+    URL/nights/NIGHT.json                 the run card of a challenger's training, of the newest 30
     URL/last_challenge.json               how the last challenge ended
     URL/last_run.json                     when the last retraining ended, even if it trained nothing
 
@@ -39,6 +40,7 @@ from flyte_ddp.errors import (
     NoChampion,
 )
 from flyte_ddp.events.history import plain
+from flyte_ddp.events.nights import MAX_NIGHTS, NIGHTS
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, check_name, redact_url
 from flyte_ddp.storage.state_dict_file import (
     class_names_of,
@@ -294,6 +296,15 @@ class ChampionStore:
         """
         ended = {"outcome": outcome, "execution": execution, "ended_at": _utc_now()}
         self.storage.write(name, _json({**values, **ended}))
+
+    def keep_night(self, name: str, card: bytes) -> None:
+        """Keep the run card of a challenger among the newest nights, see `flyte-ddp compare`. The
+        names sort by time.
+        """
+        nights = Storage(f"{self.url}/{NIGHTS}", "champion", self.timeout)
+        nights.write(f"{name}.json", card)
+        for old in sorted(nights.names())[:-MAX_NIGHTS]:
+            nights.delete(old)
 
     def last(self, name: str) -> dict[str, Any]:
         """Return what `record` wrote last; empty if there is nothing, or a damaged record."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.observers.formats import format_figure
+from flyte_ddp.observers.reports.compared_run import read_nights
+from flyte_ddp.observers.reports.comparison import compare_runs
 from flyte_ddp.observers.reports.page import Page, Table, cell, shorten
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.promotion.policy import PromotionResult
@@ -24,6 +26,7 @@ class RetrainingReport(Page):
     store: ChampionStore
     recipe: str
     result: PromotionResult
+    is_trained: bool = False  # there is a night to compare with the nights before
 
     @property
     def title(self) -> str:
@@ -46,10 +49,25 @@ class RetrainingReport(Page):
             rows.append((who == in_use, {**row, **_describe_origin(manifest)}))
         place = redact_url(self.store.url)
         note = f"both on the same held-out data; versions in {place}, as promoted; green: in use"
-        table: Any = {}
-        if rows:
-            table = Table("Challenger and champion", note, rows)
-        return {"lead": f"{self.result.outcome.value}: {self.result.reason}", "table": table}
+        tables = [Table("Challenger and champion", note, rows)] if rows else []
+        lead = f"{self.result.outcome.value}: {self.result.reason}"
+        return {"lead": lead, **self._compare_nights(tables)}
+
+    def _compare_nights(self, tables: list[Table]) -> dict[str, Any]:
+        """Return the parts of the page that compare this night with the nights before, and
+        `tables` before theirs.
+        """
+        if not self.is_trained:
+            return {"tables": tables}
+        try:
+            comparison = compare_runs(read_nights(self.store.storage))
+        except ValueError as error:  # this may be the first night
+            return {"tables": tables, "notices": [f"Not compared with other nights: {error}"]}
+        return {
+            "tables": [*tables, *comparison.list_tables()],
+            "notices": comparison.list_notices(),
+            "charts": [("Nights", "", self.draw(comparison.list_panels()))],
+        }
 
 
 def _describe_origin(manifest: Manifest | None) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import itertools
 import logging
 import math
 import os
+import platform
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from flyte_ddp.rank.step_timer import StepTimer
 
 MAX_REPORTS = 1000  # newest reports of another rank than 0 that travel as one message
+# packages whose versions each run has in its history
+PACKAGES = ("torch", "torchvision", "numpy", "transformers", "lightning", "flyte-ddp")
 MAX_NAME = 100  # characters of a picture's name
 # Bytes of a file that a rank submits, and of all files that are not taken yet. Each file costs
 # some bytes more.
@@ -67,10 +71,9 @@ class Reporter:
     def emit_start(self, **known: Any) -> None:
         """Emit `events.RunStarted` with the given fields."""
         node = self.process.node
-        name = self.process.job.program.name
-        self.emit(
-            events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known)
-        )
+        name, versions = self.process.job.program.name, list_versions()
+        sizes = node.world_size, node.num_nodes, node.num_restarts
+        self.emit(events.RunStarted(name, *sizes, versions=versions, **known))
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
         """See `session.report`."""
@@ -153,6 +156,15 @@ class Reporter:
             self._timer = StepTimer(self.process.link.set_pace, device("cpu"))
         self._timer.end_step()
         self._timer.begin(STEP)
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide results, without an import."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 @dataclass(eq=False, repr=False)

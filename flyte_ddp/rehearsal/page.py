@@ -41,7 +41,7 @@ class RehearsalPage(Page):
             "lead": "right" if self.verdict.is_right else "wrong",
             "percent_done": 100,
             "tiles": [],
-            "table": Table("Faults", "beside the undisturbed run", shown),
+            "tables": [Table("Faults", "beside the undisturbed run", shown)],
             "first_cards": causes,
             "cards": problems,
             "charts": [

@@ -106,7 +106,7 @@ class StudyReport(Page):
             "charts": [
                 (title, note, self.draw(panels)) for title, note, panels in charts if panels
             ],
-            "table": _table(runs, best, study) if runs else {},
+            "tables": [_table(runs, best, study)] if runs else [],
             "cards": [Card("Failures", "", "", failures)] if failures else [],
         }
 

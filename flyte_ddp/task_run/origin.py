@@ -5,12 +5,10 @@ no SDK of Flyte.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from importlib.metadata import version
 
 from flyte_ddp.code.source_code import compute_digest_of_files, source_files
-from flyte_ddp.project.admission import IMAGE_VARIABLE
 
 
 def code_version(packages: Iterable[str] = ()) -> str:
@@ -31,6 +29,5 @@ def describe_origin(execution: str) -> dict[str, str]:
     """
     return {
         "code_version": code_version(),
-        "image": os.environ.get(IMAGE_VARIABLE, ""),
         "execution": execution,
     }

@@ -118,6 +118,7 @@ def record_outcome(
     Returns:
         The result, the version in use, "" for none, and the report.
     """
+    is_trained = result is not None
     if result is None:
         result = PromotionResult(RetrainingResult(retraining.outcome), retraining.reason)
     store, outcome = ChampionStore(retraining.champion), result.outcome.value
@@ -125,7 +126,8 @@ def record_outcome(
     in_use = store.in_use().version
     print(f"{outcome}: {result.reason}")  # noqa: T201
     print(f"champion  {in_use or 'none'} in {redact_url(store.url)}")  # noqa: T201
-    page = RetrainingReport(store, retraining.recipe, result, links={"Execution": execution.url})
+    links = {"Execution": execution.url}
+    page = RetrainingReport(store, retraining.recipe, result, is_trained, links=links)
     page.close(None)
     return result, in_use, page
 

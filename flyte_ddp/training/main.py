@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import platform
 import resource
 import sys
 import tempfile
@@ -235,7 +234,6 @@ def describe_run(trainer: Trainer, data: Mapping[str, str], process: RankProcess
         "num_test_samples": len(trainer.test),
         "num_steps": state.schedule.num_steps,
         "layers": layers,
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         "data": data["description"],
         "data_fingerprint": notes.data_fingerprint,
         "class_names": list_class_names(recipe),

@@ -11,9 +11,10 @@ from typing import Any
 
 from flyte_ddp.errors import NonFiniteLoss, log_failures
 from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, Reported
+from flyte_ddp.launch.protocol.messages import PHASES
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.reporter import Reporter
-from flyte_ddp.rank.step_timer import StepTimer
+from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.training import inspection
 from flyte_ddp.training.bad_steps import REMEDY
 from flyte_ddp.training.evaluation import Evaluation, sample_utilization
@@ -50,7 +51,7 @@ class Measures:
         """Begin the sums up to the next evaluation. The sums of an earlier attempt stay."""
         before = dataclasses.replace(self.state.progress)
         self.stretch = Stretch(self.parallelism.world.device, before)
-        self._before = sum(self.timer.seconds), self._count_unreadable()
+        self._before = list(self.timer.seconds), self._count_unreadable()
 
     def _count_unreadable(self) -> int:
         return self.train.num_unreadable + self.test.num_unreadable
@@ -126,9 +127,14 @@ class Measures:
         progress, world, sums = self.state.progress, self.parallelism.world, self.stretch.sums
         seconds, num_unreadable = self._before
         # Waits for other ranks are left out, so a straggler shows more seconds than the others.
-        own_seconds = (sum(self.timer.seconds) - seconds) / max(1, sums.num_steps)
+        phases = {
+            PHASES[phase]: world.all_gather(
+                (self.timer.seconds[phase] - seconds[phase]) / max(1, sums.num_steps)
+            )
+            for phase in (DATA, FORWARD, BACKWARD)
+        }
         own_loss = float(sums.loss_sum) / max(1.0, float(sums.own_targets))
-        rank_losses, rank_step_seconds = world.all_gather(own_loss), world.all_gather(own_seconds)
+        rank_losses = world.all_gather(own_loss)
         own_unreadable = self._count_unreadable() - num_unreadable
         finished = EpochFinished(
             epoch=progress.epoch,
@@ -140,7 +146,8 @@ class Measures:
             samples_per_second=progress.num_samples / progress.seconds,
             evaluation_seconds=evaluation.seconds,
             rank_losses=rank_losses,
-            rank_step_seconds=rank_step_seconds,
+            rank_step_seconds=[sum(each) for each in zip(*phases.values(), strict=True)],
+            rank_phase_seconds=phases,
             num_unreadable=int(world.all_reduce(own_unreadable)[0]),
             metrics=evaluation.metrics,
             share=progress.batch / self.num_batches,

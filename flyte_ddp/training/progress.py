@@ -67,7 +67,11 @@ class Progress:
         one.
         """
         self.epochs.append(finished)
-        self._lines += json.dumps(dataclasses.asdict(finished)) + "\n"
+        values = dataclasses.asdict(finished)
+        # Version 0.2.0, to which a user may go back, reads no other fields than its own. The
+        # history has the phases.
+        del values["rank_phase_seconds"]
+        self._lines += json.dumps(values) + "\n"
         if finished.share == 1:
             self.epoch += 1
             self.batch = 0

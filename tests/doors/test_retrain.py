@@ -20,6 +20,7 @@ from flyte_ddp.flyte.failures import RecoverableError
 from flyte_ddp.flyte.inputs import make_overrides
 from flyte_ddp.flyte.retraining import Retraining
 from flyte_ddp.flyte.task import open_task_run
+from flyte_ddp.observers.reports.compared_run import read_runs
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
@@ -27,7 +28,9 @@ from flyte_ddp.promotion.policy import Challenge, PromotionCriteria, RetrainingR
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.storage.state_dict_file import from_bytes, pin_state
 from flyte_ddp.task_run.execution import Execution, champions_of
+from flyte_ddp.task_run.retraining import record_outcome
 from tasks.retrain import keep_champion, plan_retraining
+from tests.support.compared import make_card, make_history
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run
 
@@ -160,6 +163,31 @@ def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_
         judged = judge(store, make(), PromotionCriteria(margin=margin), model_state(3))
         assert (judged.outcome, scale_of(store)) == (outcome, scale)
     assert store.manifest().parent_metrics == judged.champion
+
+
+def test_the_page_of_a_retraining_compares_its_night_with_the_nights_before(store, make):
+    losses = [0.41, 0.40, 0.42, 0.41, 0.43, 0.41, 0.40, 0.58]
+    for day, loss in enumerate(losses, 1):
+        change = {"config": {"learning_rate": 0.1}} if loss == max(losses) else {}
+        given = dataclasses.replace(
+            make(),
+            kickoff_time=f"2026-01-0{day}T03:00:00Z",
+            card=make_card(make_history([loss], **change)),
+        )
+        result = judge(store, given, PromotionCriteria(), model_state(5))
+    judge(store, given, PromotionCriteria(), model_state(5))  # the task's second attempt
+    store.keep_night("2026-01-01T02", b"damaged")
+    assert len(read_runs(store.url)) == len(losses)
+
+    retraining = Retraining(TINY, store.url, "", PromotionCriteria(), "", "unchanged", "")
+    execution = Execution("", "", is_local=True)
+    page = record_outcome(execution, retraining, result)[2].render_fragment()
+    assert "The newest night is worse than the noise of the 7 before: test_loss" in page
+    assert "config: learning_rate 0.002 → 0.1" in page
+    assert "Test loss of the runs over epochs" in page
+    assert "What differs" in page
+    page = record_outcome(execution, retraining, None)[2].render_fragment()
+    assert "newest night" not in page
 
 
 def test_another_figure_than_the_loss_may_decide(store, make):

@@ -44,6 +44,8 @@ from flyte_ddp.launch.protocol.messages import (
 )
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.launch.run import script_program
+from flyte_ddp.project.admission import IMAGE_VARIABLE
 from flyte_ddp.storage import Storage
 from tests.launch.test_policy import (
     AWAY,
@@ -463,3 +465,25 @@ def test_a_listener_that_hangs_keeps_no_event_from_the_state_of_the_run(tmp_path
     ends.set()
     assert state.checkpoint
     assert state.checkpoint.step == NUM_STEPS
+
+
+def test_a_start_has_the_facts_that_only_the_launcher_knows(tmp_path, monkeypatch):
+    monkeypatch.setenv(IMAGE_VARIABLE, "registry/team:7")
+    (tmp_path / "train.py").write_text("import helper\n")
+
+    def start(**known):
+        program = script_program(str(tmp_path / "train.py"), ["--lr", "0.1", "--api-key", "abc123"])
+        seen = []
+        listener = SimpleNamespace(handle=seen.append, close=lambda error: None)
+        with driver.Dispatcher([listener], program=program) as dispatcher:
+            dispatcher.emit(events.RunStarted("train.py", 1, **known))
+        return seen[0]
+
+    first = start()
+    assert (first.image, first.arguments) == ("registry/team:7", "--lr 0.1 --api-key ...")
+    assert len(first.recipe_version) == 64
+    (tmp_path / "losses.csv").write_text("1,0.5\n")
+    assert start().recipe_version == first.recipe_version
+    (tmp_path / "helper.py").write_text("VALUE = 2\n")
+    assert start().recipe_version != first.recipe_version
+    assert start(recipe_version="of a recipe").recipe_version == "of a recipe"

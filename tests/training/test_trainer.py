@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from flyte_ddp.events import (
     RunFinished,
     RunStarted,
     find_best,
+    split_steps,
 )
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.rank.plan import epoch_order
@@ -114,6 +116,16 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
     assert run.events[-1].model_state_epoch == 3  # The recipe asks for this epoch.
+    for epoch in epochs:
+        phases = epoch.rank_phase_seconds
+        assert list(phases) == ["data", "forward", "backward"]
+        sums = map(sum, zip(*phases.values(), strict=True))
+        assert list(sums) == epoch.rank_step_seconds
+        assert min(map(min, phases.values())) > 0
+    shares = split_steps(epochs)
+    assert list(shares) == [*phases, "stragglers", "exchange"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert run.started.versions["torch"] == version("torch")
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished_run):

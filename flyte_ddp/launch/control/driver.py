@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import socket
 import threading
 import time
@@ -49,12 +50,13 @@ from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, dec
 from flyte_ddp.launch.control.results import Destination, Results
 from flyte_ddp.launch.control.stored_steps import StoredSteps
 from flyte_ddp.launch.protocol.failures import first_line
-from flyte_ddp.launch.protocol.programs import Job, Kind
+from flyte_ddp.launch.protocol.programs import Job, Kind, Program
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.traces import Traces, make_traces
 from flyte_ddp.process.invocation import COMMAND_VARIABLE, find_flyte_ddp_command
 from flyte_ddp.process.standard_streams import open_standard_streams, print_line
 from flyte_ddp.process.threads import call_in_background
+from flyte_ddp.project.admission import IMAGE_VARIABLE
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_errors, redact_url, redact_values
 
 # seconds for listeners to finish what they have begun: W&B's and MLflow's last files
@@ -146,7 +148,7 @@ def run(
         name = f"training-{uuid.uuid4().hex[:12]}"
         costs = Costs(job, storage, lambda: own.stop.set("SIGTERM"))
         dispatcher = stack.enter_context(
-            Dispatcher([*listeners, costs, *_make_traces(job, name)], state)
+            Dispatcher([*listeners, costs, *_make_traces(job, name)], state, program)
         )
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
         prepared = None
@@ -441,10 +443,11 @@ class Dispatcher:
 
     listeners: Sequence[events.Listener]
     state: events.RunState = field(default_factory=lambda: events.RunState(keep_reports=False))
+    program: Program | None = None
     # events that are not folded yet; None marks the end of the run
     _waiting: deque[events.Event | None] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _commit: str = ""
+    _facts: dict[str, str] = field(default_factory=dict)  # fields that each start lacks
     _error: BaseException | None = None
     _delivery: concurrent.futures.Future[None] = field(init=False)
 
@@ -490,14 +493,24 @@ class Dispatcher:
         shown: events.Event | None = None
         with log_failures(f"event {type(event).__name__}"):
             if isinstance(event, events.RunStarted):
-                event = dataclasses.replace(event, commit=self._commit)
+                known = {"recipe_version": event.recipe_version}
+                facts = self._facts | {name: each for name, each in known.items() if each}
+                event = dataclasses.replace(event, **facts)  # type: ignore[arg-type]
             redacted = _redact(event)
             self.state.handle(redacted)
             shown = redacted
         return shown  # noqa: RET504 - None after a failure
 
     def _deliver(self) -> None:
-        self._commit = describe_commit()  # git may take a second, so it runs in this thread
+        # git may take a second, so it runs in this thread
+        with log_failures("facts"):
+            self._facts = {
+                "commit": describe_commit(),
+                "image": os.environ.get(IMAGE_VARIABLE, ""),
+            }
+            if self.program and self.program.kind is not Kind.RECIPE:
+                self._facts["recipe_version"] = self.program.compute_code_version()
+                self._facts["arguments"] = self.program.arguments
         active = [(each, takes_state(each)) for each in self.listeners]
         while True:
             with self._changed:

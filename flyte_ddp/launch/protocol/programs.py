@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import termination_grace
-from flyte_ddp.code.source_code import files_below, source_files
+from flyte_ddp.code.source_code import compute_digest_of_files, files_below, source_files
 from flyte_ddp.config.training import Needs
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, RankFailure
@@ -64,6 +64,7 @@ class Program:
     # top-level packages and modules that it imports from, besides this one
     packages: tuple[str, ...] = ()
     directory: str = ""  # directory of a script, which needs the files beside it
+    arguments: str = ""  # arguments of a script, as for a shell
     # When a rank has ended with code 0 and all other ranks wait in collectives for so many seconds,
     # the run is ended.
     left_timeout: float = 30.0
@@ -136,6 +137,16 @@ class Program:
                 for name, file in files_below(Path(self.directory)).items()
             }
         return files
+
+    def compute_code_version(self) -> str:
+        """Return a SHA-256 of the code: the library, the packages, and the Python files beside a
+        script and one level below it, where no outputs and data lie.
+        """
+        files = source_files(sorted({"flyte_ddp", *self.packages}))
+        for pattern in ("*.py", "*/*.py") if self.directory else ():
+            for file in sorted(Path(self.directory).glob(pattern)):
+                files[f"{SCRIPT_DIRECTORY}/{file.relative_to(self.directory)}"] = file
+        return compute_digest_of_files(files)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ Curve = list[tuple[float, float]]  # x, y
 def run_panels(state: RunState) -> list[Panel]:
     """Return the panels for which there are data so far, in the order of `PANELS`.
 
-    `_find_axis` chooses their x axis.
+    `find_axis` chooses their x axis.
     """
-    curves = _Curves(state, *_find_axis(state))
+    curves = _Curves(state, *find_axis(state))
     return [panel for make_panels in PANELS for panel in make_panels(curves)]
 
 
@@ -135,7 +135,7 @@ def _learning_rate_panel(curves: _Curves) -> Iterator[Panel]:
 def _rank_panel(curves: _Curves) -> Iterator[Panel]:
     if any(len(epoch.rank_step_seconds) > 1 for epoch in curves.state.epochs):
         title = "Compute time per step of each rank (ms)"
-        lines, axis = _color(_rank_lines(curves.state)), curves.axis
+        lines, axis = color_lines(_rank_lines(curves.state)), curves.axis
         summary = f"{title} over epochs"
         yield Panel("ranks", title, summary, lines, axis, "", True, True, draw=curves.set_x)
 
@@ -153,7 +153,7 @@ def _other_panels(curves: _Curves) -> Iterator[Panel]:
 
 def _node_panels(curves: _Curves) -> Iterator[Panel]:
     for name, title in MEASURED.items():
-        lines = _color(_node_lines(curves.state, name))
+        lines = color_lines(_node_lines(curves.state, name))
         summary = f"{title} of each node over time"
         if lines:
             yield Panel(name.replace("_", "-"), title, summary, lines, "minute", from_zero=True)
@@ -192,7 +192,7 @@ PANELS: tuple[Callable[[_Curves], Iterable[Panel]], ...] = (
 )
 
 
-def _find_axis(state: RunState) -> tuple[str, dict[str, Curve]]:
+def find_axis(state: RunState) -> tuple[str, dict[str, Curve]]:
     """Return the x axis, "epoch", "step" or "report", and the reported values over it, by name.
 
     A recipe has epochs. A function's axis is the first that rises from each report of a value to
@@ -248,7 +248,7 @@ def _node_lines(state: RunState, name: str) -> dict[str, Curve]:
     return lines
 
 
-def _color(lines: Mapping[str, Points]) -> list[Line]:
+def color_lines(lines: Mapping[str, Points]) -> list[Line]:
     """Return a line per label, each in a color; many are faint, and have no labels."""
     if len(lines) > MAX_LINES:
         return [Line(points, None, PALETTE[6], 1, FAINT / 2, None) for points in lines.values()]

@@ -116,7 +116,7 @@ class Report(Page):
             "notices": self._notices(),
             "tiles": make_tiles(view),
             "charts": [("", "", self._panels), *self._pictures()],
-            "table": self._epochs_table() if self._state.epochs else {},
+            "tables": [self._epochs_table()] if self._state.epochs else [],
             "predictions": self._prediction_section(),
             "cards": self._cards(),
             "sections": make_sections(view),

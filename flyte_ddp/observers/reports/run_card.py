@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.errors import log_failures
-from flyte_ddp.events import RunState, plain
+from flyte_ddp.events import RunFinished, RunState, plain, split_steps
 from flyte_ddp.events.kinds import shorten_label
 from flyte_ddp.observers.formats import duration, format_figure
 from flyte_ddp.storage import redact_values, write_file
@@ -25,16 +25,16 @@ CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+(?: \(sha256 \w+\))?$"
 
 
 def run_card(state: RunState, **origin: str) -> dict[str, Any]:
-    """Return the card of a run that has finished, as plain values that JSON has.
+    """Return the card of a run that has started, as plain values that JSON has.
 
     Args:
         origin: what else is known of its code and its place, such as image and execution, by name;
             parent_champion is the version that it is to replace, if its weights do not come from
             one.
     """
-    started, finished = state.started, state.finished
+    started = state.started
     assert started is not None
-    assert finished is not None
+    finished = state.finished or RunFinished(step=state.last_step, seconds=0.0)
     initial_state = started.config.get("initial_model_state", "")
     parent = CHAMPION.search(initial_state)
     sizes = [
@@ -54,6 +54,8 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
             **{name: value for name, value in origin.items() if value},
             "recipe_version": started.recipe_version,
             "commit": started.commit or None,
+            "image": started.image or None,
+            "arguments": started.arguments or None,
             "initial_model_state": initial_state or None,
             "parent_champion": parent[1] if parent else origin.get("parent_champion") or None,
         },
@@ -74,6 +76,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
             "announced_losses": state.num_announced_losses,
         },
         "seconds": {"wall": state.time_spent().wall, **state.time_spent().parts()},
+        "step_shares": split_steps(state.epochs),
         "cost": state.cost(),
         "versions": started.versions,
         "config": started.config,

@@ -193,7 +193,7 @@ FRAGMENT = """
 <div class="charts">{% if title %}{{ heading(title, note) }}{% endif %}
 <div class="grid panels">{% for panel in drawn %}<div class="card">{{ panel }}</div>{% endfor %}</div></div>
 {%- endfor %}
-{%- if table %}
+{%- for table in tables %}
 <div class="grid"><section class="card">{{ heading(table.title, table.note) }}
 <div class="scroll table"><table class="numbers"><thead><tr>
 {%- for head in table.rows[0][1] %}<th scope="col"><button type="button">{{ head }}</button></th>{% endfor %}</tr>
@@ -203,7 +203,7 @@ FRAGMENT = """
 {%- for cell in cells.values() %}<td data-key="{{ cell.key }}" class="{{ cell.class }}">{{ cell.text }}</td>{% endfor %}</tr>
 {%- endfor %}
 </tbody></table></div></section></div>
-{%- endif %}
+{%- endfor %}
 {%- if predictions %}
 <div class="grid"><section class="card">{{ heading("Test predictions", predictions.note) }}
 {%- if predictions.first %}{{ samples(predictions.first) }}{% endif %}
@@ -224,7 +224,7 @@ FRAGMENT = """
 {%- endif %}
 <footer>{{ footer }}</footer>
 </div></div>
-{%- if table %}
+{%- if tables %}
 <script>
 for (const table of document.querySelectorAll(".training-report .table table")) {
   const heads = [...table.tHead.rows[0].cells];
