@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NUM_FILES = 2  # files of each rank
+MAX_NAMED = 8  # nodes that a line names one by one
 TIMEOUT = timedelta(days=20)  # the longest wait for the next state; its milliseconds fit a C int
 HEADER_BYTES = 512  # the size of a message with a pickled `PartSaved`
 
@@ -318,6 +319,8 @@ def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
     if num_nodes == 1:
         return "this node's memory"
     *others, last = sorted(set(nodes))
+    if len(others) > MAX_NAMED:
+        return f"the memory of {len(others) + 1} nodes"
     if others:
         return f"the memory of nodes {', '.join(map(str, others))} and {last}"
     return f"node {last}'s memory"

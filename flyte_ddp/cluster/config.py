@@ -51,6 +51,11 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "5s",
+    # The task of a node may run nowhere else.
+    "distributed.scheduler.work-stealing": False,
+    # By default the scheduler remembers the last thousand messages to each worker, which takes a
+    # gigabyte with a thousand workers.
+    "distributed.admin.low-level-log-length": 50,
 }
 
 _MEMORY: dict[str, Any] = {

@@ -154,7 +154,7 @@ class Present:
     unfit: dict = dataclasses.field(default_factory=dict)
     unprepared: tuple = ()
 
-    def present_workers(self, leave_out=()):
+    def present_workers(self, leave_out=(), present=()):
         every = [
             dataclasses.replace(
                 worker(name, "10.0.0.1", self.gpus),

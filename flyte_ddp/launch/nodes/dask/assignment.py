@@ -41,7 +41,9 @@ class DaskNode(Node):
     environment: dict[str, str]
     has_plugin: bool
     last_message_at: float = 0.0  # monotonic
+    is_admitted: bool = False  # the worker has taken its job
     is_started: bool = False  # the agent has sent a message
+    is_confirmed: bool = False  # the agent has sent its last message
 
 
 def assign_nodes(
@@ -65,10 +67,14 @@ def assign_nodes(
         workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name))
     )
     first = sorted(ordered, key=lambda each: not each.has_agent)[:num_nodes]
-    chosen = [each for each in ordered if each in first]
+    addresses = {each.address for each in first}
+    chosen = [each for each in ordered if each.address in addresses]
+    by_host: dict[str, list[Worker]] = {}
+    for each in chosen:
+        by_host.setdefault(each.host, []).append(each)
     nodes: list[DaskNode] = []
     for index, each in enumerate(chosen):
-        neighbours = [other for other in chosen if other.host == each.host]
+        neighbours = by_host[each.host]
         num_threads = config.threads_per_rank
         if not num_threads:
             num_threads = max(1, each.num_cores // len(neighbours) // config.ranks_per_node)

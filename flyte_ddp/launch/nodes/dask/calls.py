@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-from collections.abc import Callable, Collection
+from collections import ChainMap
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,14 @@ import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client
 
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
-from flyte_ddp.launch.nodes.dask import preemption, worker
+from flyte_ddp.launch.nodes.dask import preemption, relay, worker
 from flyte_ddp.process import devices, temporary_directories
 
+# workers that one request asks: one for each worker costs driver and scheduler a millisecond
+CALLS_PER_REQUEST = 32
+
 # Pickle code for the workers by value: they may have no such module, or an older one.
-for module in (worker, preemption, devices, temporary_directories):
+for module in (worker, preemption, relay, devices, temporary_directories):
     cloudpickle.register_pickle_by_value(module)
 
 
@@ -53,22 +57,27 @@ def call_workers(
     the others.
     """
 
-    async def call(address: str) -> Any:
-        answers = client.run(function, *arguments, workers=[address], asynchronous=True)
-        return (await asyncio.wait_for(answers, timeout))[address]
-
-    async def call_all() -> list[Any]:
-        return await asyncio.gather(
-            *(call(address) for address in addresses), return_exceptions=True
+    async def call(asked: Sequence[str]) -> dict[str, Any]:
+        answers = client.run(
+            function, *arguments, workers=asked, on_error="return", asynchronous=True
         )
+        try:
+            return dict(await asyncio.wait_for(answers, timeout))
+        except Exception as error:
+            if len(asked) == 1:
+                return {asked[0]: error}
+        return await call_each(asked, 1)  # one of the workers does not answer
+
+    async def call_each(asked: Sequence[str], size: int) -> dict[str, Any]:
+        chunks = [asked[start : start + size] for start in range(0, len(asked), size)]
+        return dict(ChainMap(*await asyncio.gather(*map(call, chunks))))
 
     if not addresses:
         return {}
     try:
-        answers = client.sync(call_all)
+        return dict(client.sync(call_each, list(addresses), CALLS_PER_REQUEST))
     except RuntimeError as error:  # the client is closed
-        answers = [error] * len(addresses)
-    return dict(zip(addresses, answers, strict=True))
+        return dict.fromkeys(addresses, error)
 
 
 def call_scheduler(
@@ -83,12 +92,11 @@ def call_scheduler(
         return None  # the scheduler is gone, or the client is closed
 
 
-def listed_workers(client: Client) -> dict[str, str]:
-    """Return the names of the workers that the scheduler knows, by address; they may be dead or
-    silent.
+def listed_workers(client: Client) -> dict[str, tuple[str, str, bool]]:
+    """Return what `relay.list_workers` returns about the workers that the scheduler knows; they may
+    be dead or silent.
     """
-    scheduler = call_scheduler(client, "identity", n_workers=-1) or {"workers": {}}
-    return {address: str(facts["name"]) for address, facts in scheduler["workers"].items()}
+    return run_on_scheduler(client, relay.list_workers) or {}
 
 
 def scheduler_id(client: Client) -> str:
@@ -106,10 +114,9 @@ def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
     return answer["result"]
 
 
-async def send_command(
-    client: Client, addresses: list[str], plugin: str, attempt: str, command: bytes
-) -> None:
-    """Send `command` to the agents at `addresses`. Agents that cannot be reached are skipped."""
-    message = {"op": plugin, "attempt": attempt, "command": command}
+async def send_command(client: Client, plugin: str, command: bytes) -> None:
+    """Send `command` to the agents of the run's attempt. A scheduler that cannot be reached is
+    skipped.
+    """
     with contextlib.suppress(OSError, RuntimeError):
-        await client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")
+        await getattr(client.scheduler, plugin)(command=command)

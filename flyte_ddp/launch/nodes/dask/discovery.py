@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,32 +32,41 @@ class WorkerDiscovery:
     known: set[str] = field(default_factory=set)  # workers with our versions
     # why a worker cannot take part, by its address
     unfit: dict[str, str] = field(default_factory=dict)
+    # what each worker has answered, by its identity
+    _facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
+    def present_workers(
+        self, leave_out: Collection[str] = (), present: Collection[str] = ()
+    ) -> list[Worker]:
         """Return the workers that answer, stay and are not known to be unfit, but for the addresses
-        in `leave_out`.
+        in `leave_out`. Those in `present` have just ended an attempt of the run, and are not asked
+        again.
 
         Raises:
             ConfigError: one of them runs other versions than this process; only while this
                 `is_strict`.
         """
+        listed = listed_workers(self.client)
         names = {
-            address: name
-            for address, name in listed_workers(self.client).items()
-            if address not in leave_out
+            address: name for address, (name, *_) in listed.items() if address not in leave_out
         }
         self._check_versions(names)
-        asked = (self.known & set(names)) - self.unfit.keys()
+        found, asked = {}, []
+        for address in (self.known & set(names)) - self.unfit.keys():
+            _, identity, is_busy = listed[address]
+            if address in present and identity in self._facts:
+                found[address] = self._facts[identity] | {"is_busy": is_busy}
+            else:
+                asked.append(address)
         answers = call_workers(self.client, asked, worker.introduce, self.plugin)
-        present = {
-            address: facts
-            for address, facts in answers.items()
-            if not isinstance(facts, Exception) and not facts.pop("is_leaving")
-        }
-        hosts = [facts["host"] for facts in present.values()]
+        for address, answer in answers.items():
+            if not isinstance(answer, Exception) and not answer.pop("is_leaving"):
+                found[address] = answer
+                self._facts[listed[address][1]] = answer | {"has_plugin": True, "has_agent": True}
+        num_on_host = Counter(each["host"] for each in found.values())
         return [
-            Worker(address, names[address], shares_host=hosts.count(facts["host"]) > 1, **facts)
-            for address, facts in present.items()
+            Worker(address, names[address], shares_host=num_on_host[each["host"]] > 1, **each)
+            for address, each in found.items()
         ]
 
     def mark_unfit(self, address: str, why: str) -> None:
@@ -69,7 +79,10 @@ class WorkerDiscovery:
         """Compare the versions of new workers among `names` with ours, before any of our code goes
         there.
         """
-        new, ours = set(names) - self.known - self.unfit.keys(), own_versions()
+        new = set(names) - self.known - self.unfit.keys()
+        if not new:
+            return
+        ours = own_versions()
         # Dask's own function: one of ours could not even be unpickled by another Python.
         for address, answer in call_workers(self.client, new, get_versions, ["torch"]).items():
             if isinstance(answer, Exception):

@@ -1,7 +1,8 @@
 """The workers of a Dask cluster as the nodes of one attempt.
 
 Dask carries messages, not tensors. On each worker a task runs a process with the node's agent
-in it (worker.py, node.py). The messages of these processes come back as Dask's structured events.
+in it (worker.py, agent/main.py). The messages of these processes come back as Dask's structured
+events, which the scheduler passes on in batches (relay.py).
 
 A silent machine is the hard case: its connections stay open and nobody reports it. So both sides
 send heartbeats every second, and each takes the other for lost after `node_timeout`. A driver that
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import queue
 import time
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import dask
 from distributed import Client, Future
 from distributed.client import ClosedClientError
 
@@ -27,7 +30,7 @@ from flyte_ddp.cluster.kubernetes.api import pod_end, target_namespace
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.control.nodes import Node, Nodes
-from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask import relay, worker
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.nodes.dask.calls import (
     ByValue,
@@ -43,6 +46,7 @@ from flyte_ddp.launch.protocol.failures import shorten
 from flyte_ddp.launch.protocol.messages import (
     End,
     Failed,
+    Go,
     Leaving,
     NodeJob,
     Outcome,
@@ -54,8 +58,6 @@ from flyte_ddp.launch.protocol.programs import Job
 START_TIMEOUT = 60.0
 RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
 WORKER_LOG_LINES = 15  # lines of the log of a lost worker's pod in the error
-# topic in which the scheduler reports, among other things, that it has lost a worker
-SCHEDULER_TOPIC = "all"
 
 
 @dataclass(eq=False, repr=False)
@@ -75,13 +77,15 @@ class DaskNodes(Nodes):
     _name: str = ""  # name of the attempt and of the topic of its messages
     _command: bytes = b""
     _next_command_at: float = 0.0
+    _next_look_at: float = 0.0  # monotonic: when to look again for nodes without messages
     _futures: list[Future] = field(default_factory=list)
-    # events of the attempt and of the scheduler, each with its time of arrival
-    _arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = field(
+    # batches of events of the attempt and of the scheduler, each with its time of arrival
+    _arrivals: queue.SimpleQueue[tuple[float, list[dict[str, Any]]]] = field(
         default_factory=queue.SimpleQueue
     )
 
     def __post_init__(self) -> None:
+        self._by_address = {node.address: node for node in self.nodes}
         self.world_size = self.nodes[0].ranks.world_size
         self.scheduler_id = scheduler_id(self.client)
         if self.config.resolved_kind == "kubernetes":
@@ -90,6 +94,11 @@ class DaskNodes(Nodes):
     @property
     def larger(self) -> int:
         return len(self.growth.members)
+
+    @property
+    def present(self) -> set[str]:
+        """The addresses of workers that have ended the attempt, and stay."""
+        return {node.address for node in self.nodes if node.is_confirmed and not node.departure}
 
     def replace_leaving(self) -> None:
         self.growth.replace(frozenset(node.address for node in self.nodes if node.departure))
@@ -104,56 +113,69 @@ class DaskNodes(Nodes):
         """Put the code on the nodes, agree on where they meet, and start their agents."""
         self._began_at = time.time()
         self._name = f"{self.plugin}-{num_restarts}"
-        for topic in (self._name, SCHEDULER_TOPIC):
-            self.client.subscribe_topic(
-                topic, lambda event: self._arrivals.put((time.monotonic(), event[1]))
-            )
+        self.client.subscribe_topic(
+            relay.batches_of(self._name),
+            lambda event: self._arrivals.put((time.monotonic(), event[1])),
+        )
         run_on_scheduler(self.client, hold_scheduler)
-        first, *others = self.nodes
+        addresses = [node.address for node in self.nodes]
+        run_on_scheduler(
+            self.client, functools.partial(relay.install, self.plugin, self._name, addresses)
+        )
+        first = self.nodes[0]
         new = [node for node in self.nodes if not node.has_plugin]
         self._call(new, worker.install, self.plugin, self.code, timeout=START_TIMEOUT)
         host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[
             first.address
         ]
-        self._call(others, worker.call, self.plugin, "admit", self._name, False)
         for node in self.nodes:
             node.ranks = dataclasses.replace(node.ranks, host=host, port=port)
+        node_jobs = map(pickle.dumps, self.make_jobs(job, num_restarts))
+        jobs = dict(zip(addresses, node_jobs, strict=True))
+        call_scheduler(self.client, f"{self.plugin}-begin", START_TIMEOUT, jobs=jobs)
+        for node in self.nodes:
             node.last_message_at = time.monotonic()
-        for node, node_job in zip(self.nodes, self.make_jobs(job, num_restarts), strict=True):
-            self._futures.append(
-                self.client.submit(
-                    ByValue(_make_task(self.plugin, self._name, pickle.dumps(node_job))),
-                    key=f"{self._name}-node-{node.index}",
-                    workers=[node.address],
-                    allow_other_workers=False,
-                    pure=False,
-                    retries=0,
-                )
+        keys = [f"{self._name}-node-{node.index}" for node in self.nodes]
+        num_nodes = len(self.nodes)
+        # One graph for all nodes: each graph costs driver and scheduler a millisecond.
+        with dask.annotate(workers=dict(zip(keys, addresses, strict=True)).__getitem__):
+            self._futures = self.client.map(
+                ByValue(worker.supervise),
+                [self.plugin] * num_nodes,
+                [self._name] * num_nodes,
+                key=keys,
+                pure=False,
+                retries=0,
             )
 
     def send(self, command: Any) -> None:
         for node in self.nodes[len(self._futures) :]:
             node.end = End(Outcome.FAILED)  # the node was never started
         self._command, self._next_command_at = pickle.dumps(command), 0.0
+        if isinstance(command, Go):  # the job has just shown that the driver is there
+            self._next_command_at = time.monotonic() + BEAT_INTERVAL
         self._repeat_command()
 
     def messages(self) -> Iterator[tuple[Node, Any]]:
         self._repeat_command()
-        # Ends are looked up before the messages: the messages of a task arrive before its end.
-        ended = [
-            node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()
-        ]
+        ended: set[int] | None = None
         timeout = POLL_INTERVAL
-        if ended:
-            timeout = 0
+        if time.monotonic() >= self._next_look_at:
+            # Ends are looked up before the messages: the messages of a task arrive before its end.
+            ended = {index for index, future in enumerate(self._futures) if future.done()}
+            self._next_look_at = time.monotonic() + POLL_INTERVAL
+            if any(not self.nodes[index].outcome for index in ended):
+                timeout = 0
         with contextlib.suppress(queue.Empty):
             yield from self._take(*self._arrivals.get(timeout=timeout))
             while True:
                 yield from self._take(*self._arrivals.get_nowait())
+        if ended is None:
+            return
         for node in self.nodes[: len(self._futures)]:
             if node.outcome:
                 continue
-            why = self._find_loss(node, node in ended)
+            why = self._find_loss(node, node.index in ended)
             if why:
                 yield from _lose(node, why)
 
@@ -196,8 +218,7 @@ class DaskNodes(Nodes):
         for future in self._futures:
             future.release()
         with contextlib.suppress(ClosedClientError):
-            self.client.unsubscribe_topic(self._name)
-            self.client.unsubscribe_topic(SCHEDULER_TOPIC)
+            self.client.unsubscribe_topic(relay.batches_of(self._name))
 
     def _call(
         self,
@@ -221,24 +242,26 @@ class DaskNodes(Nodes):
         if time.monotonic() < self._next_command_at:
             return
         self._next_command_at = time.monotonic() + BEAT_INTERVAL
-        addresses = [node.address for node in self.nodes if not node.outcome]
-        # Without waiting: a node that does not answer must not delay the others.
-        self.client.loop.add_callback(
-            send_command, self.client, addresses, self.plugin, self._name, self._command
-        )
+        # Without waiting: a scheduler that does not answer must not delay the driver.
+        self.client.loop.add_callback(send_command, self.client, self.plugin, self._command)
 
-    def _take(self, arrived_at: float, event: dict[str, Any]) -> Iterator[tuple[Node, Any]]:
-        """Yield the message of a node in one of Dask's events, or the loss of a worker that the
-        scheduler reports.
+    def _take(self, arrived_at: float, batch: list[dict[str, Any]]) -> Iterator[tuple[Node, Any]]:
+        """Yield the messages of nodes in Dask's events, and the loss of a worker that the scheduler
+        reports.
         """
-        node = next((node for node in self.nodes if node.address == event.get("worker")), None)
-        if node and "message" in event:
-            node.last_message_at, node.is_started = arrived_at, True
-            yield node, pickle.loads(event["message"])
-        elif node and "leaves_in" in event:
-            yield node, Leaving(event["leaves_in"])
-        elif node and event.get("action") == "remove-worker":
-            yield from _lose(node, "its worker is gone")
+        for event in batch:
+            node = self._by_address.get(event["worker"])
+            if node and "message" in event:
+                node.last_message_at, node.is_admitted, node.is_started = arrived_at, True, True
+                message = pickle.loads(event["message"])
+                node.is_confirmed = isinstance(message, End)
+                yield node, message
+            elif node and "admitted" in event:
+                node.last_message_at, node.is_admitted = arrived_at, True
+            elif node and "leaves_in" in event:
+                yield node, Leaving(event["leaves_in"])
+            elif node and event.get("action") == "remove-worker":
+                yield from _lose(node, "its worker is gone")
 
     def _find_loss(self, node: DaskNode, is_over: bool) -> str:
         """Return why no more messages can come from a node; "" if they can. The node has not sent
@@ -254,6 +277,8 @@ class DaskNodes(Nodes):
         if node.is_started and silence > limit:
             node.is_silent = True
             return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
+        if not node.is_admitted and silence > ANSWER_TIMEOUT:
+            return f"it does not answer: it did not take its job within {silence:.0f} s"
         if not node.is_started and silence > max(limit, START_TIMEOUT):
             return f"its agent has not started within {silence:.0f} s"
         return ""
@@ -263,11 +288,3 @@ def _lose(node: Node, why: str) -> Iterator[tuple[Node, Any]]:
     """Yield the messages that report a lost node."""
     yield node, Failed(NodeLost(why))
     yield node, End(Outcome.FAILED)
-
-
-def _make_task(plugin: str, attempt: str, job: bytes) -> Callable[[], str]:
-    """Return the function that a worker calls in an attempt. The job is no argument of it, because
-    a job contains secrets, and Dask shows and logs the arguments of tasks.
-    """
-    supervise = worker.supervise
-    return lambda: supervise(plugin, attempt, job)

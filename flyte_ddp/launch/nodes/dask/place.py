@@ -23,11 +23,12 @@ from flyte_ddp.cluster.connect import closing, connect
 from flyte_ddp.cluster.kubernetes.api import count_waiting, explain
 from flyte_ddp.config.waits import BEAT_INTERVAL, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
-from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask import relay, worker
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.calls import (
     call_workers,
     listed_workers,
+    run_on_scheduler,
     scheduler_id,
 )
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
@@ -121,6 +122,8 @@ class DaskPlace:
         """Remove the plugin from the workers and the copy of the data from the store."""
         asked = self._discovery.known & set(listed_workers(self.client))
         call_workers(self.client, asked, worker.uninstall, run.name)
+        if asked:
+            run_on_scheduler(self.client, functools.partial(relay.uninstall, run.name))
         if self.pool:
             self.pool.release(run.name)
         elif self._data:
@@ -242,7 +245,10 @@ class DaskPlace:
 
     def _find_idle(self, run: Run) -> list[Worker]:
         """Return the workers that the run may have now."""
-        workers = self._discovery.present_workers()
+        present: set[str] = set()
+        if self._latest:
+            present = self._latest.present
+        workers = self._discovery.present_workers(present=present)
         if self.pool is None:
             return [each for each in workers if not each.is_busy]
         config = self.config

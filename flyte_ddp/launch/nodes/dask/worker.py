@@ -162,8 +162,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     outputs: str = ""  # directory for the ranks' files of `outputs_directory` in launch/run.py
     results: str = ""  # directory for files that the ranks submit
     attempt: str = ""  # the latest attempt, and the only one that may run
-    # attempts whose agent has not been started yet
+    # attempts whose agent has not been started yet, and their jobs
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
+    jobs: dict[str, bytes] = field(default_factory=dict)
     agents: dict[str, Agent] = field(default_factory=dict)
     spare: SpareAgent = field(default_factory=SpareAgent)
     leaves_at: float = float("inf")  # monotonic: when this worker closes
@@ -184,14 +185,15 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             finally:
                 shutil.rmtree(part, ignore_errors=True)
         self.code = b""
-        # Handlers like those of Dask's extensions. With `Client.run`, the worker would log a line
-        # every second.
-        worker.handlers[self.name] = self.send_command
+        # Handlers like those of Dask's extensions. Commands come in the scheduler's stream: a
+        # connection for each command would cost the scheduler most of its time.
+        worker.stream_handlers[self.name] = self.take
         worker.handlers[f"results-{self.name}"] = self.take_results
 
     def teardown(self, worker: Worker) -> None:
         """Clean up when the worker closes in good order, and at the end of the run."""
-        worker.handlers.pop(self.name, None)
+        # A late command without a handler would end the scheduler's stream.
+        worker.stream_handlers[self.name] = ignore
         worker.handlers.pop(f"results-{self.name}", None)
         self._clear()
         self.spare.close()
@@ -233,7 +235,18 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if not self.spare.keep(agent):
             agent.end()
 
-    def supervise(self, attempt: str, job: bytes) -> str:
+    def take(self, attempt: str, content: dict[str, bytes]) -> None:
+        """Take the job of an attempt, or pass a command on to its agent, if there is one."""
+        if "job" in content:
+            if attempt not in self.admitted:
+                self.admit(attempt, meets_here=False)
+            self.jobs[attempt] = content["job"]
+        agent = self.agents.get(attempt)
+        if agent and "command" in content:
+            with contextlib.suppress(OSError):  # the agent has just ended
+                agent.connection.send_bytes(content["command"])
+
+    def supervise(self, attempt: str) -> str:
         """Let the agent run an attempt, pass its messages on as events of the topic `attempt`, and
         return how it ended.
 
@@ -242,9 +255,13 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 when a worker comes back under the address of a dead one, but an attempt that lost a
                 node is over.
         """
-        if attempt not in self.admitted:
+        job = self.jobs.pop(attempt, b"")
+        if not job:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
-        agent = self.spare.take() or self._start()
+        agent = self.spare.take()
+        if agent is None:
+            self.worker.log_event(attempt, {"admitted": True})  # a start takes seconds
+            agent = self._start()
         with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
             # If the agent has died, the end of its messages reports it.
             with contextlib.suppress(OSError):
@@ -285,13 +302,6 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         for attempt in list(self.agents):
             self.worker.log_event(attempt, {"leaves_in": leaves_at - time.monotonic()})
 
-    def send_command(self, attempt: str, command: bytes) -> None:
-        """Pass a command on to the agent of the attempt, if there is one."""
-        agent = self.agents.get(attempt)
-        if agent:
-            with contextlib.suppress(OSError):  # the agent has just ended
-                agent.connection.send_bytes(command)
-
     def take_results(self, names: list[str]) -> list[bytes | None]:
         """See `take_files`."""
         return take_files(self.results, names)
@@ -305,8 +315,13 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             if listener:
                 listener.close()
         self.admitted.clear()
+        self.jobs.clear()
         for agent in list(self.agents.values()):
             agent.process.kill()  # the ranks kill themselves when their pipe to the agent ends
+
+
+def ignore(**message: Any) -> None:
+    """Take a command after the end of its run."""
 
 
 # --- Functions that the driver runs in the worker, by value
@@ -354,9 +369,9 @@ def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
     return getattr(dask_worker.plugins[plugin], method)(*arguments)
 
 
-def supervise(plugin: str, attempt: str, job: bytes) -> str:
+def supervise(plugin: str, attempt: str) -> str:
     """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
-    return str(get_worker().plugins[plugin].supervise(attempt, job))
+    return str(get_worker().plugins[plugin].supervise(attempt))
 
 
 def holds_file(path: str, contents: bytes) -> bool:
