@@ -2,159 +2,150 @@
 benchmarks.many_nodes`, or `--nodes 4 16`.
 
 The driver and the Dask scheduler are real, and so are the messages between them and the nodes'
-agents. The nodes are light: Dask workers that share one process, each with an agent
-process that has no ranks. It sends a heartbeat a second; the first node also reports a step each
-second, and the last one is a process of its own, which is killed.
+agents. The nodes are light (benchmarks/light_nodes.py): Dask workers that share a few processes.
+Each has an agent with counters in place of ranks. Its heartbeats, its measurements, the start of an
+attempt and the end of one with the list of the states in its memory are those of a real one, and
+the first node reports a step each second. The last node is a process of its own, which is killed.
+
+The CPU time of the driver and of the scheduler is measured, because the nodes take the same cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.light_nodes import LightAgent
 from benchmarks.measure import machine, show_rows
-from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig, dask_config
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
-from flyte_ddp.launch.agent.main import DriverLink
 from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
+from flyte_ddp.launch.protocol.messages import Beat
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.process.devices import num_cores
 from flyte_ddp.rehearsal.faults import Nodes, send_to_all
 
-NUM_NODES = (4, 16, 64)
+NUM_NODES = (4, 64, 256, 1024)
 WINDOW = 10.0  # seconds over which the costs are taken
-START_TIMEOUT = 180.0  # seconds for all nodes to report
-STEPS_PER_SECOND = 10
-SUPERVISOR = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from benchmarks.many_nodes import "
-    "supervise; supervise()"
-)
+SETTLE_TIME = 3.0  # seconds from the first step until then
+START_TIMEOUT = 240.0  # seconds for all nodes to start
+NODES_PER_PROCESS = 256
 ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
+class Cpu:
+    """The CPU time of the driver and of the scheduler, in seconds, and the moment."""
+
+    driver: float
+    scheduler: float
+    at: float
+
+    def since(self, before: Cpu) -> Cpu:
+        return Cpu(
+            self.driver - before.driver, self.scheduler - before.scheduler, self.at - before.at
+        )
+
+
+@dataclass(frozen=True)
 class Cost:
-    """The cost of a gang of one size while it trains, and the time from the loss of a node to the
-    next attempt.
-    """
+    """The cost of a gang of one size."""
 
     num_nodes: int
-    driver: float  # share of a core
-    scheduler: float  # share of a core
-    messages_per_second: float  # messages from the nodes to the driver
-    # time from the death of a node's processes to the start of the next attempt
-    recovery_seconds: float
-
-
-def supervise() -> None:
-    """Run the agent of a node without ranks, with the arguments of
-    `flyte_ddp.launch.agent.main.main`.
-    """
-    connection = Connection(int(sys.argv[4]))
-    job = pickle.loads(connection.recv_bytes())
-    if job.ranks.first_rank == 0:
-        recv_handle(connection)
-    link = DriverLink(connection, job.driver_timeout)
-
-    def obey() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                link.obey(pickle.loads(connection.recv_bytes()))
-        link.kill_ranks("the worker is gone")
-
-    threading.Thread(target=obey, daemon=True).start()
-    polls = 0
-    while not link.stop.is_set():
-        time.sleep(POLL_INTERVAL)
-        polls += 1
-        step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
-        link.note_beat(Beat(step, has_reported=True))
-        if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
-            link.emit(Reported(step, None, {"loss": 0.5}))
-    reason = link.stop.reason
-    link.send(End(Outcome.KILLED if link.stop.is_urgent else Outcome.STOPPED, reason))
-    os._exit(0)
-
-
-async def run_workers(address: str, count: int) -> None:
-    """Run `count` Dask workers in this process until its standard input ends."""
-    from distributed import Worker
-
-    workers = [
-        Worker(address, nthreads=1, name=f"light-{index}", dashboard=False)
-        for index in range(count)
-    ]
-    await asyncio.gather(*workers)
-    await asyncio.to_thread(sys.stdin.read)
-    os._exit(0)
+    # from the call of the driver to the first step: nodes found, checked and met
+    start: Cpu
+    window: Cpu  # while all nodes train
+    num_beats: int  # heartbeats that the driver got in the window
+    attempt: Cpu  # from the death of a node's processes to the start of the next attempt
+    recovery: Cpu  # from then to the first step of it
+    smaller: Cpu  # while one node is missing
 
 
 class Watch:
-    """A listener that notes when attempts begin."""
+    """A listener that notes when attempts begin, and when each makes its first step."""
 
     def __init__(self) -> None:
-        self.starts: list[float] = []
-        self.num_steps = 0
+        self.num_attempts = 0
+        self.num_met = 0
 
     def handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            self.starts.append(time.monotonic())
+            self.num_attempts += 1
         elif isinstance(event, Reported):
-            self.num_steps += 1
+            self.num_met = self.num_attempts
 
     def close(self, error: BaseException | None) -> None:
         pass
 
 
-def measure(num_nodes: int) -> Cost:
-    """Run a gang of `num_nodes`, take its costs, and kill its last node."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name, value in DASK_CONFIG.items():
+@contextlib.contextmanager
+def run_nodes(num_nodes: int) -> Iterator[tuple[Nodes, subprocess.Popen[bytes]]]:
+    """Yield a scheduler with so many light nodes, and the process of the last one."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    for name, value in dask_config(ClusterConfig()).items():
         environment["DASK_" + name.upper().replace(".", "__").replace("-", "_")] = str(value)
+    names = [f"light-{index}" for index in range(num_nodes)]
+    groups = [
+        names[start : min(start + NODES_PER_PROCESS, num_nodes - 1)]
+        for start in range(0, num_nodes - 1, NODES_PER_PROCESS)
+    ]
     with tempfile.TemporaryDirectory(prefix="many-nodes-") as directory:
         nodes = Nodes(Path(directory), environment)
-        command = ("-m", "benchmarks.many_nodes", "--workers", nodes.address, str(num_nodes - 1))
-        others = subprocess.Popen(
-            [sys.executable, *command],
-            env=environment,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.light_nodes", nodes.address, *group],
+                env={**environment, "TMPDIR": directory},
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            for group in (*groups, names[-1:])
+        ]
         try:
-            return _measure(num_nodes, nodes, nodes.add())
+            yield nodes, processes[-1]
         finally:
-            send_to_all(others, signal.SIGKILL)
-            others.wait()
+            for process in processes:
+                send_to_all(process, signal.SIGKILL)
+                process.wait()
             nodes.close()
 
 
-def _measure(num_nodes: int, nodes: Nodes, victim: str) -> Cost:
+def measure(num_nodes: int) -> Cost:
+    """Run a gang of `num_nodes`, take its costs, and kill its last node."""
+    with run_nodes(num_nodes) as (nodes, victim), count_beats() as beats:
+        with tempfile.TemporaryDirectory(prefix="many-nodes-") as checkpoints:
+            return _measure(num_nodes, nodes, victim, beats, checkpoints)
+
+
+def _measure(
+    num_nodes: int,
+    nodes: Nodes,
+    victim: subprocess.Popen[bytes],
+    beats: list[int],
+    checkpoints: str,
+) -> Cost:
     cluster = ClusterConfig(
         kind="existing",
         scheduler_address=nodes.address,
@@ -162,110 +153,111 @@ def _measure(num_nodes: int, nodes: Nodes, victim: str) -> Cost:
         min_nodes=num_nodes - 1,
         return_timeout=0.1,
     )
-    messages = CountedMessages()
     watch, stop = Watch(), StopRequest()
-    program = Program("no ranks", b"", packages=("benchmarks",))
+    job = Job(Program("no ranks", b"", packages=("benchmarks",)), checkpoints, time.time())
+    processes = psutil.Process(), psutil.Process(nodes.scheduler.pid)
+
+    def cpu() -> Cpu:
+        times = [each.cpu_times() for each in processes]
+        return Cpu(*(each.user + each.system for each in times), time.monotonic())
 
     def run() -> None:
         with open_cluster(cluster, "many-nodes") as client:
+            client.wait_for_workers(num_nodes, timeout=START_TIMEOUT)
+            begun.append(cpu())
             with contextlib.suppress(TrainingStopped):
-                driver.run(
-                    Job(program, "", time.time()),
-                    DaskPlace(client, cluster),
-                    None,
-                    [watch],
-                    stop=stop,
-                )
+                driver.run(job, DaskPlace(client, cluster), None, [watch], stop=stop)
 
+    def take_window() -> Cpu:
+        time.sleep(SETTLE_TIME)
+        before, beats[:] = cpu(), [0]
+        time.sleep(WINDOW)
+        return cpu().since(before)
+
+    begun: list[Cpu] = []
     thread = threading.Thread(target=run, name="driver")
     thread.start()
     try:
-        _wait_until(thread, lambda: len(messages.senders) == num_nodes)
-        processes = psutil.Process(), psutil.Process(nodes.scheduler.pid)
-        time.sleep(2.0)  # The start is over then.
-        before, begun, num_messages = (
-            [_cpu_seconds(each) for each in processes],
-            time.monotonic(),
-            messages.count,
-        )
-        time.sleep(WINDOW)
-        seconds = time.monotonic() - begun
-        ours, theirs = (
-            (_cpu_seconds(each) - cpu) / seconds
-            for each, cpu in zip(processes, before, strict=True)
-        )
-        rate = (messages.count - num_messages) / seconds
-        killed_at = time.monotonic()
-        nodes.evict(victim)
-        _wait_until(thread, lambda: len(watch.starts) > 1)
-        return Cost(num_nodes, ours, theirs, rate, watch.starts[1] - killed_at)
+        _wait_until(thread, lambda: watch.num_met == 1)
+        start = cpu().since(begun[0])
+        window, num_beats = take_window(), beats[0]
+        before = cpu()
+        victim.kill()
+        _wait_until(thread, lambda: watch.num_attempts == 2)
+        attempt = cpu().since(before)
+        _wait_until(thread, lambda: watch.num_met == 2)
+        recovery = cpu().since(before)
+        return Cost(num_nodes, start, window, num_beats, attempt, recovery, take_window())
     finally:
         stop.set("the measurement is over")
+        stop.set("the measurement is over")
         thread.join()
-        messages.close()
 
 
-class CountedMessages:
-    """Counts what the nodes send to the driver of this process, until closed."""
+@contextlib.contextmanager
+def count_beats() -> Iterator[list[int]]:
+    """Give the workers light agents, and yield the number of heartbeats that the driver gets."""
+    messages, agent, count = DaskNodes.messages, worker.Agent, [0]
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.senders: set[str] = set()
-        self._take = DaskNodes._take
-        self._bootstrap = worker.BOOTSTRAP
+    def messages_counted(nodes: DaskNodes) -> Iterator[tuple[Node, Any]]:
+        for node, message in messages(nodes):
+            count[0] += isinstance(message, Beat)
+            yield node, message
 
-        def take(nodes: DaskNodes, arrived_at: float, event: dict[str, Any]) -> Any:
-            if "message" in event:
-                self.count += 1
-                self.senders.add(event["worker"])
-            return self._take(nodes, arrived_at, event)
-
-        DaskNodes._take = take  # type: ignore[method-assign]
-        worker.BOOTSTRAP = SUPERVISOR
-
-    def close(self) -> None:
-        DaskNodes._take = self._take  # type: ignore[method-assign]
-        worker.BOOTSTRAP = self._bootstrap
+    DaskNodes.messages = messages_counted  # type: ignore[method-assign]
+    worker.Agent = LightAgent  # type: ignore[misc,assignment]
+    try:
+        yield count
+    finally:
+        DaskNodes.messages = messages  # type: ignore[method-assign]
+        worker.Agent = agent  # type: ignore[misc]
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _wait_until(thread: threading.Thread, condition: Any) -> None:
+def _wait_until(thread: threading.Thread, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while not condition():
         if not thread.is_alive() or time.monotonic() > deadline:
             raise RuntimeError("the gang has ended, or did not come so far in time")
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
-def table(costs: list[Cost]) -> str:
+def table(costs: Sequence[Cost]) -> str:
     """Format the costs as a Markdown table."""
-    lines = [
-        (
-            "| nodes | driver, of a core | scheduler, of a core | messages to the driver | node "
-            "lost "
-            "to the next attempt |"
-        ),
-        "|---|---|---|---|---|",
-    ]
-    rows = [
-        f"| {cost.num_nodes} | {100 * cost.driver:.1f} % | {100 * cost.scheduler:.1f} % "
-        f"| {cost.messages_per_second:.0f} a second | {cost.recovery_seconds:.1f} s |"
-        for cost in costs
-    ]
-    return "\n".join([*lines, *rows])
+    titles = (
+        "nodes",
+        "driver, of a core",
+        "scheduler, of a core",
+        "heartbeats to the driver",
+        "node lost to the next attempt",
+        "to its first step",
+        "with a node missing",
+        "roll call to first step",
+    )
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for cost in costs:
+        window, smaller = cost.window, cost.smaller
+        cells = (
+            f"{cost.num_nodes}",
+            f"{window.driver / window.at:.1%}",
+            f"{window.scheduler / window.at:.1%}",
+            f"{cost.num_beats / window.at:.0f} a second",
+            _describe(cost.attempt),
+            _describe(cost.recovery),
+            f"{smaller.driver / smaller.at:.1%} + {smaller.scheduler / smaller.at:.1%}",
+            _describe(cost.start),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _describe(cpu: Cpu) -> str:
+    return f"{cpu.at:.1f} s ({cpu.driver:.2f} + {cpu.scheduler:.2f} s of CPU)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.many_nodes", description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=NUM_NODES, help="%(default)s")
-    parser.add_argument("--workers", nargs=2, metavar=("ADDRESS", "COUNT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.workers:
-        asyncio.run(run_workers(arguments.workers[0], int(arguments.workers[1])))
     for name in ("distributed", "flyte_ddp"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     costs: list[Cost] = []

@@ -1,0 +1,207 @@
+"""Nodes for benchmarks.many_nodes, many to a process: `python -m benchmarks.light_nodes ADDRESS
+NAME...` runs a Dask worker for each name.
+
+The workers, their plugins and the links of their agents to the driver are the product's own. An
+agent is threads, and its rank is a counter of steps, which meets the other ranks in a real
+rendezvous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+from flyte_ddp.config.waits import POLL_INTERVAL
+from flyte_ddp.events import NodeMeasured, Reported
+from flyte_ddp.launch.agent.main import DriverLink
+from flyte_ddp.launch.protocol.messages import PHASES, Beat, End, NodeJob, Outcome, Pace
+
+STEPS_PER_SECOND = 10
+REPORT_INTERVAL = 1.0  # seconds between two reports of rank 0, as of the counters of steps
+MEASURE_INTERVAL = 15.0  # seconds between two measurements of a node, as in its first 25 minutes
+START_THREADS = 32  # workers of a process that start at once, or ranks that meet
+
+_meetings = ThreadPoolExecutor(START_THREADS)
+
+
+class FakeRank:
+    """The ranks of one node in one attempt: a counter of steps for each."""
+
+    def __init__(self, job: NodeJob, link: DriverLink, listener: socket.socket | None) -> None:
+        self.ranks, self.link, self.listener = job.ranks, link, listener
+        self.begun_at = time.monotonic()
+        self.looked_at = 0.0
+        self.measured_at = self.begun_at
+        self.store: Any = None
+        self.meeting: Future[None] = _meetings.submit(self._meet)
+
+    def _meet(self) -> None:
+        """Connect to the store of rank 0, as the first rank of the node."""
+        from torch.distributed import TCPStore
+
+        ranks = self.ranks
+        descriptor = None
+        if self.listener:
+            descriptor = self.listener.detach()
+        self.store = TCPStore(
+            ranks.host,
+            ranks.port,
+            is_master=descriptor is not None,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+        self.store.add("nodes", 1)
+
+    def look(self, now: float) -> bool:
+        """Do what is due. Return whether the attempt goes on."""
+        stop = self.link.stop
+        if stop.is_set():
+            self._end(stop.reason, stop.is_urgent)
+            return False
+        if now - self.looked_at < REPORT_INTERVAL or not self.meeting.done():
+            return True
+        self.meeting.result()
+        self.looked_at = now
+        is_first = self.ranks.first_rank == 0
+        if is_first and self.store.add("nodes", 0) < self.ranks.num_nodes:
+            return True
+        step = int((now - self.begun_at) * STEPS_PER_SECOND)
+        seconds = [0.02 * step] * len(PHASES)
+        paces = [Pace(number, step, seconds) for number in self.ranks.numbers]
+        self.link.note_beat(Beat(step, is_stoppable=True, has_reported=True, paces=paces))
+        if is_first:
+            self.link.emit(Reported(step, None, {"loss": 0.5}))
+        if now - self.measured_at > MEASURE_INTERVAL:
+            self.measured_at = now
+            self.link.emit(NodeMeasured(self.ranks.node_rank, 0.5, 0.5, 1 << 34))
+        return True
+
+    def _end(self, reason: str, is_urgent: bool) -> None:
+        state = (1, self.ranks.num_restarts + 1, 1)  # step, attempt and turn
+        parts = [(*state, number, self.ranks.world_size) for number in self.ranks.ranks_in_memory]
+        outcome = Outcome.STOPPED
+        if is_urgent:
+            outcome = Outcome.KILLED
+        self.link.send(End(outcome, reason, parts))
+
+
+class _Process:
+    """The process of an agent, which is none."""
+
+    pid = os.getpid()
+    returncode: int | None = None
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.kill()
+        return 0
+
+    def kill(self) -> None:
+        self.returncode = 0
+        with contextlib.suppress(OSError):
+            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+
+
+class LightAgent:
+    """An agent with the methods of `flyte_ddp.launch.nodes.dask.worker.Agent`."""
+
+    def __init__(self, process: _Process, connection: Connection) -> None:
+        self.process = process
+        self.connection = connection
+
+    @classmethod
+    def start(cls, directories: Sequence[str], outputs: str) -> LightAgent:
+        connection, ours = Pipe()
+        threading.Thread(target=_serve, args=(ours,), daemon=True).start()
+        return cls(_Process(ours), connection)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def begin(self, job: bytes, listener: socket.socket | None) -> None:
+        self.connection.send_bytes(job)
+        if listener:
+            send_handle(self.connection, listener.fileno(), self.process.pid)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.connection.close()
+
+
+def _serve(connection: Connection) -> None:
+    """Begin an attempt for each job, and pass on the commands that follow it."""
+    link = None
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            message = pickle.loads(connection.recv_bytes())
+            if isinstance(message, NodeJob):
+                listener = None
+                if message.ranks.first_rank == 0:
+                    listener = socket.socket(fileno=recv_handle(connection))
+                link = DriverLink(connection, message.driver_timeout)
+                _running.append(FakeRank(message, link, listener))
+            elif link and not link.is_over.is_set():
+                link.obey(message)
+    if link and not link.is_over.is_set():
+        link.kill_ranks("the worker is gone")
+
+
+_running: list[FakeRank] = []
+
+
+def _run_ranks() -> None:
+    """Run the ranks of all nodes of this process."""
+    while True:
+        time.sleep(POLL_INTERVAL)
+        now = time.monotonic()
+        for each in list(_running):
+            if not each.look(now):
+                _running.remove(each)
+
+
+async def run_workers(address: str, names: Sequence[str]) -> None:
+    """Run a Dask worker for each of `names` until the standard input of this process ends."""
+    from distributed import Worker
+
+    threading.Thread(target=_run_ranks, daemon=True).start()
+    places = asyncio.Semaphore(START_THREADS)
+    directory = tempfile.mkdtemp(prefix="light-nodes-")  # the code is unpacked there once
+
+    async def start(name: str) -> Worker:
+        number = int(name.rpartition("-")[2])
+        host = f"127.0.{1 + number // 250}.{1 + number % 250}"
+        async with places:
+            worker = await Worker(
+                address, host=host, nthreads=1, name=name, dashboard=False, memory_limit=0
+            )
+        worker.local_directory = directory
+        return worker
+
+    workers = await asyncio.gather(*(start(name) for name in names))
+    await asyncio.to_thread(sys.stdin.read)
+    del workers
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from benchmarks.light_nodes import run_workers as run
+
+    asyncio.run(run(sys.argv[1], sys.argv[2:]))
