@@ -471,12 +471,12 @@ def test_a_start_has_the_facts_that_only_the_launcher_knows(tmp_path, monkeypatc
     monkeypatch.setenv(IMAGE_VARIABLE, "registry/team:7")
     (tmp_path / "train.py").write_text("import helper\n")
 
-    def start(**known):
+    def start():
         program = script_program(str(tmp_path / "train.py"), ["--lr", "0.1", "--api-key", "abc123"])
         seen = []
         listener = SimpleNamespace(handle=seen.append, close=lambda error: None)
         with driver.Dispatcher([listener], program=program) as dispatcher:
-            dispatcher.emit(events.RunStarted("train.py", 1, **known))
+            dispatcher.emit(events.RunStarted("train.py", 1))
         return seen[0]
 
     first = start()
@@ -486,4 +486,3 @@ def test_a_start_has_the_facts_that_only_the_launcher_knows(tmp_path, monkeypatc
     assert start().recipe_version == first.recipe_version
     (tmp_path / "helper.py").write_text("VALUE = 2\n")
     assert start().recipe_version != first.recipe_version
-    assert start(recipe_version="of a recipe").recipe_version == "of a recipe"

@@ -493,9 +493,7 @@ class Dispatcher:
         shown: events.Event | None = None
         with log_failures(f"event {type(event).__name__}"):
             if isinstance(event, events.RunStarted):
-                known = {"recipe_version": event.recipe_version}
-                facts = self._facts | {name: each for name, each in known.items() if each}
-                event = dataclasses.replace(event, **facts)  # type: ignore[arg-type]
+                event = dataclasses.replace(event, **self._facts)  # type: ignore[arg-type]
             redacted = _redact(event)
             self.state.handle(redacted)
             shown = redacted
