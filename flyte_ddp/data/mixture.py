@@ -1,5 +1,5 @@
-"""`Mixture`: samples of several sources of shards in fixed proportions. The order does not depend
-on the number of ranks. Imports no torch.
+"""`Mixture`: samples of several sources of shards in proportions. The order does not depend on the
+number of ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flyte_ddp.config.fields import finite_number, whole_number
+from flyte_ddp.config.fields import whole_number
 from flyte_ddp.data.order import (
     MAX_LANES,
     MIN_LANES,
@@ -25,15 +24,15 @@ from flyte_ddp.data.order import (
     Order,
 )
 from flyte_ddp.data.permutation import derive_key, permute
+from flyte_ddp.data.schedule import VERSION as SCHEDULE_VERSION
+from flyte_ddp.data.schedule import BatchCounts, Schedule, ScheduledOrder
 from flyte_ddp.data.shards import Shards
+from flyte_ddp.data.shares import UNIT, count_before, read_shares
 from flyte_ddp.errors import ConfigError
 
 # Checkpoints depend on the result of `MixedOrder.samples`. A change of the result, or of
 # `permutation.VERSION`, needs a new version.
 ORDER_VERSION = 2
-UNIT = 1 << 32  # sum of the sources' shares
-MIN_SHARE = 1e-6  # smallest share; a smaller share would be rounded by more than 0.02 %
-GOLDEN = 0x9E3779B9  # UNIT over the golden ratio; its multiples modulo UNIT are spread evenly
 PHASES = 1024  # number of phases in which a lane may begin
 # Phases between two lanes, about sqrt(2) - 1 of PHASES. With this step the multiples of both
 # numbers together are spread evenly too.
@@ -43,39 +42,6 @@ MAX_BLOCKS = 1 << 30  # blocks of a lane that fit in 64-bit numbers
 MIN_BLOCKS = 16  # blocks of a lane; small data have smaller blocks
 SLACK = 8  # samples by which the counts of blocks may differ from the shares
 MAX_PASSES = 64  # passes over sources with an order in memory
-
-
-def sum_floors(counts: Indices, starts: Indices) -> Indices:
-    """Return the sums of `(GOLDEN * number + start) // UNIT` over the numbers in [0, count).
-
-    Both arrays broadcast. Each step exchanges the axes of the points below the line, as in Euclid's
-    algorithm.
-    """
-    left, start = np.broadcast_arrays(counts, starts)
-    slope, unit = GOLDEN, UNIT
-    found = np.zeros(left.shape, np.int64)
-    while left.any():
-        found += left * (left - 1) // 2 * (slope // unit) + left * (start // unit)
-        slope, start = slope % unit, start % unit
-        top = slope * left + start
-        left, start = top // unit, top % unit
-        slope, unit = unit, slope
-    return found
-
-
-def count_before(shares: Sequence[int], block: int, numbers: Indices, phases: Indices) -> Indices:
-    """Return how many samples of each source come before blocks of lanes, (N, sources).
-
-    A block has the whole part of each source's share. The fractions of the shares take turns.
-
-    Args:
-        numbers: (N,) numbers of blocks in their lanes.
-        phases: (N,) phases of these lanes, in parts of `UNIT`.
-    """
-    exact = np.array(shares, np.int64) * block
-    ends = np.concatenate([[0], np.cumsum(exact % UNIT)])
-    in_turn = -np.diff(sum_floors(numbers[:, None], phases[:, None] - ends), axis=1)
-    return numbers[:, None] * (exact // UNIT) + in_turn
 
 
 @functools.lru_cache(maxsize=16)
@@ -191,10 +157,14 @@ class MixedOrder(Order):
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Samples of several `Shards` in fixed proportions.
+    """Samples of several `Shards` in proportions.
 
     A mixture is used like `Shards`. In each lane, every block of 1,024 samples has an exact count
     of each source. Blocks are smaller if a source is small.
+
+    With a schedule the proportions change at steps of the run. Each global batch has an exact count
+    of each source: its share, rounded up or down in turn. A source that is read to its end begins
+    again, in the order of its next epoch.
 
     Args:
         sources: sources by name. Each source has its own transform.
@@ -204,6 +174,10 @@ class Mixture:
             another order.
         lanes: number of lanes of each source; by default a power of 2, up to 64. With a divisor of
             the batch size each rank fetches fewer files.
+        schedule: in place of `proportions`, pairs of a step and the weights from this step on. The
+            first step is 0. Steps are the batches of whole epochs since epoch 0, of a recipe since
+            its start. A weight may be 0. A run that goes on may change what lies ahead of it.
+        num_samples: samples of an epoch with a schedule; by default as many as all sources have.
 
     Raises:
         ConfigError: an argument has a wrong value, or a source has too few samples.
@@ -217,37 +191,51 @@ class Mixture:
     """
 
     sources: Mapping[str, Shards]
-    proportions: Mapping[str, float]
+    proportions: Mapping[str, float] | None = None
     stop: str = "first_exhausted"
     lanes: int | None = None
+    _: KW_ONLY
+    schedule: Sequence[tuple[int, Mapping[str, float]]] | None = None
+    num_samples: int | None = None
     UNREADABLE: ClassVar[object] = Shards.UNREADABLE
+    _schedule: Schedule = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.sources or self.sources.keys() != self.proportions.keys():
-            raise ConfigError(
-                f"proportions: expected one for each of {', '.join(self.sources) or 'no sources'}, "
-                f"got {', '.join(map(str, self.proportions))}"
-            )
         for name, source in self.sources.items():
             if not isinstance(source, Shards):
                 raise ConfigError(
                     f"sources[{name!r}]: expected Shards, got a {type(source).__name__}"
                 )
-        if self.lanes is not None:
-            lanes = whole_number("lanes", self.lanes, minimum=1)
-            object.__setattr__(self, "lanes", lanes)
-        for name, value in self.proportions.items():
-            finite_number(f"proportions[{name!r}]", value, above=0)
-        for name, part in zip(self.sources, self._parts.tolist(), strict=True):
-            if part < MIN_SHARE:
+            if source.lanes is not None:
                 raise ConfigError(
-                    f"proportions[{name!r}]: expected at least {MIN_SHARE:g} of their sum, got "
-                    f"{part:.3g}: leave this source out"
+                    f"sources[{name!r}]: lanes: expected None, because the mixture has lanes, got "
+                    f"{source.lanes}"
                 )
+        for name in ("lanes", "num_samples"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole_number(name, value, minimum=1))
         if self.stop not in ("first_exhausted", "all_exhausted"):
             raise ConfigError(
                 f'stop: expected "first_exhausted" or "all_exhausted", got {self.stop!r}'
             )
+        object.__setattr__(self, "_schedule", self._read_schedule())
+
+    def _read_schedule(self) -> Schedule:
+        """Return the schedule. It has one part if the proportions never change."""
+        if self.schedule is None:
+            if self.num_samples is not None:
+                raise ConfigError(
+                    f"num_samples: expected None without a schedule, got {self.num_samples}"
+                )
+            shares = read_shares("proportions", self.proportions, self.sources, above=0)
+            return Schedule((0,), (shares,))
+        for name, default in (("proportions", None), ("stop", "first_exhausted")):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}: expected none beside a schedule, got {getattr(self, name)!r}"
+                )
+        return Schedule.read(self.schedule, list(self.sources))
 
     def prepare(self) -> str:
         """Make the indexes that are missing, and return a description; see `Shards.prepare`."""
@@ -275,15 +263,29 @@ class Mixture:
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the shards of some samples, several at once."""
-        numbers = np.asarray(samples) % self._ends[-1]
-        places = np.searchsorted(self._ends, numbers, side="right")
+        numbers, places = np.asarray(samples) % self._ends[-1], self.find_sources(samples)
         for source in np.unique(places).tolist():
             shards = self._all[source]
             first = int(self._ends[source]) - len(shards)
             shards.prefetch((numbers[places == source] - first).tolist())
 
+    def find_sources(self, samples: Sequence[int]) -> Indices:
+        """Return the numbers of the sources of some samples, (N,)."""
+        numbers = np.asarray(samples) % self._ends[-1]
+        found: Indices = np.searchsorted(self._ends, numbers, side="right")
+        return found
+
     def list_samples(self) -> Indices:
-        """Return the samples of an evaluation, one source after another, in the proportions."""
+        """Return the samples of an evaluation, one source after another, in the proportions.
+
+        Raises:
+            ConfigError: the proportions change at steps of a run.
+        """
+        if self.schedule is not None:
+            raise ConfigError(
+                "schedule: expected proportions for held-out data, and for batches without "
+                "shuffling, which have no steps"
+            )
         return np.sort(self._make_order(0, 0).samples(np.arange(len(self))))
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
@@ -292,19 +294,33 @@ class Mixture:
         for name, each in self.sources.items():
             for what, value in each.describe_shards().items():
                 found[f"{name}: {what}"] = value
-        order = self._make_order(seed, 0)
-        found["shares"] = ", ".join(map(str, self._shares))
-        found["stop"] = self.stop
-        found["lanes"] = order.lanes
-        found[ORDER] = ORDER_VERSION
+        if self.schedule is None:
+            version: int | str = ORDER_VERSION
+            found["shares"] = ", ".join(map(str, self._shares))
+            found["stop"] = self.stop
+        else:
+            version = f"{SCHEDULE_VERSION} of a schedule"
+            found["global batch size"] = global_batch_size
+            found["samples of an epoch"] = len(self)
+            found |= self._schedule.describe(list(self.sources))
+        found["lanes"] = self._num_lanes
+        found[ORDER] = version
         found["sources"] = str(list(self.sources))
         for number, name in enumerate(self.sources):
-            found[f"{name}: window"] = self._source_order(number, seed, 0).window
-        found["checksum of the order"] = order.checksum_next(0)
+            order = self._source_order(number, seed, 0)
+            found[f"{name}: window"] = order.window
+            if self.schedule is not None:  # weights that lie ahead change no checksum
+                found[f"{name}: checksum of the order"] = order.checksum_next(0)
+        if self.schedule is None:
+            found["checksum of the order"] = self._make_order(seed, 0).checksum_next(0)
         return found
 
     def continue_order(self, described: Mapping[str, Any]) -> Mixture:
-        """Return the mixture with the shards, lanes and windows of the `described` order."""
+        """Return the mixture with the shards, lanes and windows of the `described` order. An order
+        with a schedule runs through all epochs, so it takes no other shards, lanes or windows.
+        """
+        if self.schedule is not None:
+            return self
         sources = {}
         for name, each in self.sources.items():
             own = {
@@ -313,19 +329,34 @@ class Mixture:
             sources[name] = each.continue_order(own)
         return dataclasses.replace(self, sources=sources, lanes=described.get("lanes"))
 
-    def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
-        """Return the order of an epoch."""
-        return self._make_order(seed, epoch)
+    def order(self, global_batch_size: int, seed: int, epoch: int, num_before: int = 0) -> Order:
+        """Return the order of an epoch.
+
+        Args:
+            num_before: epochs of the run before this one.
+        """
+        if self.schedule is None:
+            return self._make_order(seed, epoch)
+        return ScheduledOrder(
+            lambda number, own_epoch: self._source_order(number, seed, own_epoch),
+            [len(each) for each in self._all],
+            BatchCounts(self._schedule, global_batch_size, len(self)),
+            seed,
+            num_before,
+            self._num_lanes,
+        )
 
     def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
         """Return how many samples ahead fit in the caches. Each source has an equal part of a
         cache.
         """
         part /= len(self._all)
-        found = []
-        for number, (each, share) in enumerate(zip(self._all, self._shares, strict=True)):
-            own_order = self._source_order(number, 0, 0)
-            found.append(each.num_ahead(own_order, num_ranks, part) * UNIT / share)
+        found: list[float] = []
+        for number, shares in enumerate(zip(*self._schedule.shares, strict=True)):
+            if any(shares):
+                own_order = self._source_order(number, 0, 0)
+                num_ahead = self._all[number].num_ahead(own_order, num_ranks, part)
+                found.append(num_ahead * UNIT / max(shares))
         return min(found)
 
     def _make_order(self, seed: int, epoch: int) -> MixedOrder:
@@ -340,7 +371,9 @@ class Mixture:
         )
 
     def _source_order(self, number: int, seed: int, epoch: int) -> EpochOrder:
-        share = self._shares[number] / UNIT
+        share = 1 / len(self._all)  # weights that lie ahead do not change the windows
+        if self.schedule is None:
+            share = self._shares[number] / UNIT
         return self._all[number].make_order(self._num_lanes, seed, epoch, share)
 
     @functools.cached_property
@@ -351,20 +384,10 @@ class Mixture:
     def _ends(self) -> Indices:
         return np.cumsum([len(each) for each in self._all])
 
-    @functools.cached_property
-    def _shares(self) -> list[int]:
-        """The proportions in parts of `UNIT`."""
-        ends = np.rint(np.cumsum(self._parts) * UNIT).astype(np.int64)
-        found: list[int] = np.diff(ends, prepend=0).tolist()
-        return found
-
-    @functools.cached_property
-    def _parts(self) -> NDArray[np.float64]:
-        """The proportions in parts of their sum."""
-        wanted = np.array([self.proportions[name] for name in self.sources], np.float64)
-        wanted /= wanted.max()  # the sum of very large numbers would be infinite
-        parts: NDArray[np.float64] = wanted / wanted.sum()
-        return parts
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        """The shares of the sources without a schedule, in parts of `UNIT`."""
+        return self._schedule.shares[0]
 
     @functools.cached_property
     def _num_lanes(self) -> int:
@@ -375,7 +398,9 @@ class Mixture:
 
     @functools.cached_property
     def _length(self) -> int:
-        is_enough = min(map(len, self._all)) >= self._num_lanes
+        if self.schedule is not None and min(map(len, self._all)):
+            return self.num_samples or int(self._ends[-1])
+        is_enough = min(map(len, self._all)) >= self._num_lanes and self.schedule is None
         if is_enough:
             length = self._make_order(0, 0).num_samples
             if length:

@@ -211,8 +211,10 @@ class Shards:
         vars(found)["_index"] = head
         return found
 
-    def order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
+    def order(
+        self, global_batch_size: int, seed: int, epoch: int, num_before: int = 0
+    ) -> EpochOrder:
+        """Return the order of an epoch. It does not depend on the epochs of the run before it."""
         lanes = self.lanes or choose_lanes(global_batch_size, self.num_shards)
         return self.make_order(lanes, seed, epoch)
 

@@ -27,6 +27,7 @@ from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.data.contents import is_comparable
 from flyte_ddp.data.order import ORDER
+from flyte_ddp.data.schedule import drop_ahead, find_step
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, isolate_draws
 from flyte_ddp.rank.fast_start import group_timeout
@@ -188,9 +189,18 @@ def _describe_absence(place: str, rank: int, seconds: float) -> str:
 
 
 def check_checkpoint(
-    recipe: Recipe, facts: Facts, read: Read, checkpoint: Mapping[str, Any], url: str
+    recipe: Recipe,
+    facts: Facts,
+    read: Read,
+    checkpoint: Mapping[str, Any],
+    url: str,
+    weights_alone: bool = False,
 ) -> None:
-    """Check that a checkpoint was written with the same data and the same options of the recipe.
+    """Check that a checkpoint was written with the same data and the same options of the recipe. A
+    mixture's weights may differ in steps that lie ahead.
+
+    Args:
+        weights_alone: compare a mixture's weights alone, because other options explain the rest.
 
     Raises:
         ConfigError: the data or the options differ; names the field.
@@ -199,7 +209,13 @@ def check_checkpoint(
         where = f", with which {url} was written"
         remedy = f": {REMEDY}; other data need another place for the checkpoints"
         place = f"{locate(recipe, 'datasets')}: "
-        compare(place, checkpoint["data_facts"], facts, where, remedy=remedy, read=read)
+        num_steps = checkpoint["progress"]["step"]
+        theirs, own = (drop_ahead(each, num_steps) for each in (checkpoint["data_facts"], facts))
+        if weights_alone:
+            names = {name for name in {**theirs, **own} if find_step(name) is not None}
+            theirs = {name: value for name, value in theirs.items() if name in names}
+            own = {name: value for name, value in own.items() if name in names}
+        compare(place, theirs, own, where, remedy=remedy, read=read)
 
 
 def compare(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.config.fields import whole_number
+from flyte_ddp.data.schedule import drop_ahead, find_step
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples, compare
 from flyte_ddp.rank.data import (
@@ -187,7 +188,11 @@ class EpochBatches:
             return self
         continued = dataclasses.replace(self, dataset=self.stream.continue_order(known))
         order, found = continued.describe_order(), continued
-        if not self.first:  # a new epoch may have another order and additional shards
+        num_steps = (self.epoch or 0) * self.num_batches + -(-self.first // self.global_batch_size)
+        is_scheduled = any(find_step(name) is not None for name in order)
+        known, order = drop_ahead(known, num_steps), drop_ahead(order, num_steps)
+        # A new epoch may have another order and additional shards.
+        if not self.first and not is_scheduled:
             found = self
             names = [name for name in known if name in order and name.endswith("shards")]
             known = {name: known[name] for name in names}
@@ -209,6 +214,7 @@ class EpochBatches:
             self.first,
             data_order,
             self.stream,
+            self.epoch or 0,
         )
 
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:

@@ -207,7 +207,8 @@ class Loader(IterableDataset[Any]):
         _check_form(state)
         epoch = whole_number(f"{PLACE}state['epoch']", state["epoch"])
         first = whole_number(f"{PLACE}state['num_samples']", state["num_samples"])
-        batches, order = dataclasses.replace(self.batches, first=first), state["order"]
+        batches = dataclasses.replace(self.batches, epoch=epoch, first=first)
+        order = state["order"]
         compare(PLACE, state["call"], batches.call, SAVED, remedy=REMEDY)
         if batches.stream and order:
             batches = batches.continue_order(order, SAVED)

@@ -75,6 +75,7 @@ class EpochPlan:
     first: int = 0  # samples of the epoch before batch 0
     data_order: Tensor | None = None  # (N,): the samples in their order, where none is drawn
     stream: Stream | None = None  # a data set with an order of its own
+    num_before: int = 0  # epochs of the run before this one
     weights: Tensor | None = None  # (N,): the samples' weights, for draws with replacement
     device: torch.device | str = "cpu"  # the device of the indices
 
@@ -85,7 +86,7 @@ class EpochPlan:
     def _order(self) -> Any:
         """The order of the epoch: an index (N,), or a stream's own."""
         if self.stream is not None:
-            return self.stream.order(self.global_batch_size, self.seed, self.epoch)
+            return self.stream.order(self.global_batch_size, self.seed, self.epoch, self.num_before)
         if self.data_order is not None:
             return self.data_order.to(self.device)
         order = epoch_order(self.num_samples, self.seed, self.epoch, self.weights)
@@ -231,6 +232,7 @@ def epoch_shards(samples: Samples, config: TrainingConfig, world: World, epoch: 
         epoch,
         Share(world.rank, world.world_size),
         stream=as_stream(samples.dataset),
+        num_before=epoch - 1,
         weights=samples.weights,
         device=samples.index_device,
     )

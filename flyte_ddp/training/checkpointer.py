@@ -81,8 +81,8 @@ class RunNotes:
         check_length(trained.model, self.parallelism, num_steps, epochs, url)
         theirs, options = recorded_config(state), config.recipe_options
         # The samples may differ where an option such as the augmentation has changed.
-        if all(theirs.is_same(f"{OPTIONS}.{name}", value) for name, value in options.items()):
-            check_checkpoint(recipe, self.data_facts, self.read_facts, state, url)
+        are_same = all(theirs.is_same(f"{OPTIONS}.{name}", each) for name, each in options.items())
+        check_checkpoint(recipe, self.data_facts, self.read_facts, state, url, not are_same)
 
     def _warn_of_code(self, state: Mapping[str, Any], url: str, ours: list[str]) -> None:
         before, now = state.get("origin", {}).get("code", {}), self.origin.get("code", {})

@@ -30,7 +30,7 @@ from flyte_ddp.rank.data import (
     seed_generators,
 )
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
-from flyte_ddp.rank.plan import derived_seed
+from flyte_ddp.rank.plan import as_stream, derived_seed
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes
@@ -97,6 +97,8 @@ def open_datasets(
             raise ConfigError(
                 f"{expected} each with at least one sample, got none for the {use} data"
             )
+    if getattr(as_stream(found[1]), "schedule", None):
+        raise ConfigError(f"{expected} got a held-out mixture by a schedule, which needs steps")
     return found[0], found[1]
 
 

@@ -72,6 +72,10 @@ def make_data(kind, directory, sizes):
     if kind == "shards":
         return make_shards(directory, sizes, lanes=3, window=5)
     sources = {"a": make_shards(directory / "a", sizes), "b": make_shards(directory / "b", [40])}
+    if kind == "schedule":
+        sources["a"] = make_shards(directory / "a", [*sizes, 1])
+        schedule = [(0, {"a": 1, "b": 0}), (2, {"a": 1, "b": 2}), (5, {"a": 0.1, "b": 3})]
+        return Mixture(sources, schedule=schedule, lanes=3, num_samples=sum(sizes))
     return Mixture(sources, {"a": 0.3, "b": 0.7}, stop="all_exhausted", lanes=3)
 
 
@@ -141,7 +145,7 @@ def take(data, size, num_ranks, state, num_batches, **options):
 
 
 @given(
-    kind=st.sampled_from(["items", "iterable", "shards", "mixture"]),
+    kind=st.sampled_from(["items", "iterable", "shards", "mixture", "schedule"]),
     sizes=st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(lambda each: sum(each) > 2),
     size=st.integers(8, 20),
     stops=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 9)), max_size=4),
@@ -159,7 +163,7 @@ def test_any_chain_of_numbers_of_ranks_trains_on_each_sample_once_an_epoch(
         patch.setattr("tempfile.tempdir", None)
         data = make_data(kind, Path(directory, "data"), sizes)
         whole, _ = take(data, size, 1, None, 1000, epochs=3)
-        if kind != "mixture":
+        if kind not in ("mixture", "schedule"):
             numbers = sorted(number for batch in whole for number, _ in batch)
             assert numbers == sorted(3 * [*range(sum(sizes))])
         found, state = [], None

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyte_ddp.data import Mixture, Shards
-from flyte_ddp.data.mixture import GOLDEN, SLACK, UNIT, MixedOrder, sum_floors
+from flyte_ddp.data.mixture import SLACK, MixedOrder
 from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
 from flyte_ddp.data.permutation import derive_key, permute
+from flyte_ddp.data.shares import GOLDEN, UNIT, sum_floors
 from flyte_ddp.errors import ConfigError
 
 ORDERS = st.builds(

@@ -114,8 +114,9 @@ def test_facts_are_compared_with_those_of_another_process(name, facts_elsewhere)
     with pytest.raises(ConfigError, match=rf"{message}[^\n]*$"):
         check_ranks(recipe, read(), read, first)
     message = message.partition(" on all ")[0] + ".*, with which PLACE was written, got "
+    checkpoint = {"data_facts": facts_elsewhere[name], "progress": {"step": 0}}
     with pytest.raises(ConfigError, match=message):
-        check_checkpoint(recipe, read(), read, {"data_facts": facts_elsewhere[name]}, "PLACE")
+        check_checkpoint(recipe, read(), read, checkpoint, "PLACE")
 
 
 def test_the_number_of_samples_is_compared():

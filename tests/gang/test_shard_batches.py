@@ -440,6 +440,41 @@ def test_a_mixture_goes_on_at_another_number_of_ranks(stop, tmp_path, caplog):
             read(other, 0, 1, 24, position=position)
 
 
+def to_far_row(fields):
+    return to_row(fields) + 1000
+
+
+def test_a_schedule_goes_on_at_another_number_of_ranks(tmp_path):
+    web = prepared(tmp_path / "web", "tar", sizes=[20] * 12)
+    sources = {
+        "code": prepared(tmp_path / "code", sizes=[10] * 9),
+        "web": dataclasses.replace(web, transform=to_far_row),
+    }
+    schedule = [(0, {"code": 1, "web": 0}), (6, {"code": 1, "web": 3})]
+    data = Mixture(sources, schedule=schedule, num_samples=90, lanes=4)
+
+    def count_web(batches):
+        found = []
+        for batch in batches:
+            found.append(sum(row[0] >= 1000 for row in batch))
+        return found
+
+    expected = batches_of([read(data, 0, 1, 24, epoch=1)[0]])  # steps 4 to 7
+    assert count_web(expected) in ([0, 0, 18, 13], [0, 0, 18, 14])
+    begun = [read(data, rank, 2, 24, stop=3, epoch=1) for rank in range(2)]
+    position = begun[0][1]
+    parts = [
+        read(data, rank, 3, 24, position=position, num_workers=rank, epoch=1)[0]
+        for rank in range(3)
+    ]
+    assert batches_of([found for found, _ in begun]) + batches_of(parts) == expected
+    ahead = dataclasses.replace(data, schedule=[*schedule, (7, {"code": 0, "web": 1})])
+    assert count_web(batches_of([read(ahead, 0, 1, 24, position=position, epoch=1)[0]])) == [18]
+    past = dataclasses.replace(data, schedule=[schedule[0], (5, {"code": 0, "web": 1})])
+    with pytest.raises(ConfigError, match="session.batches: weights from step 6: expected code"):
+        read(past, 0, 1, 24, position=position, epoch=1)
+
+
 def as_of_version_1(order):
     """What a mixture's order was described with before the windows of its sources were."""
     names = ("number of shards", "checksum of the shards")
