@@ -229,7 +229,8 @@ class Reported(Timed):
 
     A recipe reports its "loss" (the mean over the targets of all ranks since the previous report),
     its "learning_rate", its "gradient_norm" (L2 of this step's whole gradient, before clipping) and
-    its "samples_per_second" (over all ranks, since the previous report).
+    its "samples_per_second" (over all ranks, since the previous report). On a mixture it also
+    reports "loss/NAME": the loss of the samples of each source.
     """
 
     step: int  # optimizer steps since the start of the run

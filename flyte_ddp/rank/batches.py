@@ -231,8 +231,8 @@ class EpochBatches:
         done = self.first
         try:
             loaded = self._load(places, self._make, self.num_workers)
-            for number, (batch, num_read) in enumerate(loaded):
-                size = plan.size(number)
+            for number, (batch, numbers) in enumerate(loaded):
+                size, num_read = plan.size(number), len(numbers)
                 done += size
                 weight = share.weigh(size)
                 if weight and num_read < share.count(size):
@@ -262,9 +262,9 @@ class EpochBatches:
             for _ in range(times):
                 pairs = zip(chosen, itertools.islice(loaded, len(chosen)), strict=True)
                 found: dict[int, Any] = {}
-                for index, (samples, num_read) in pairs:
+                for index, (samples, numbers) in pairs:
                     found[index] = UNREADABLE
-                    if num_read:
+                    if numbers:
                         found[index] = samples[0]
                 yield found
 

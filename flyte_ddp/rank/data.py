@@ -211,6 +211,8 @@ class LoadedSamples:
 
     weights: Tensor | None = None  # see `weigh_samples`
     index_device = torch.device("cpu")
+    # the samples in the batch that `batches` has yielded last; none if another one stands in
+    last_read: Sequence[int] = ()
 
     def __init__(
         self, dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World
@@ -226,7 +228,7 @@ class LoadedSamples:
         workers = config.data_workers
         # the counts of all loader processes, in memory that they share
         self._num_unreadable = torch.zeros(1 + workers, dtype=torch.int64).share_memory_()
-        self.dataset = dataset
+        self.dataset: Any = dataset
         # torch's warning recommends fork, which does not help. `batches` raises our own error.
         warnings.filterwarnings("ignore", "Got pickle error")
         make: Callable[[Sequence[Any], bool], Any] = collate_plainly
@@ -245,7 +247,7 @@ class LoadedSamples:
         )
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
     def num_targets(self, indices: Tensor) -> float | None:
         """Return how many targets the samples at `indices` have together; None if the loaded
@@ -254,6 +256,17 @@ class LoadedSamples:
         if self.has_own_counts or self.has_own_sizes:
             return None
         return float(len(indices))
+
+    @property
+    def source_names(self) -> list[str]:
+        """The names of the sources of a mixture; none of other data."""
+        if not hasattr(self.dataset, "find_sources"):
+            return []
+        return list(self.dataset.sources)
+
+    def find_sources(self) -> Tensor:
+        """Return the numbers of the sources of the samples in `last_read`, (N,)."""
+        return torch.from_numpy(self.dataset.find_sources(self.last_read))
 
     @property
     def num_unreadable(self) -> int:
@@ -269,12 +282,13 @@ class LoadedSamples:
 
         self._plan.batches = map(locate_samples, indices)
         try:
-            for batch, num_read in self._loader:
-                self._check(batch, num_read)
+            for batch, numbers in self._loader:
+                self._check(batch, len(numbers))
+                self.last_read = numbers
                 moved = map_tensors(
                     lambda each: each.to(self.device, non_blocking=True), tuple(batch)
                 )
-                yield moved if num_read else (*moved, STAND_IN)
+                yield moved if numbers else (*moved, STAND_IN)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             if "pickle" not in str(error) or str(error).startswith("Caught "):
                 raise
@@ -393,40 +407,43 @@ class SeededDataset(Dataset[Any]):
     # counts of the samples that this process and its loader processes left out
     num_unreadable: Tensor | None = None
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> tuple[Any, int]:
-        """Return a batch, and how many of its samples could be read. The number is 0 if another
-        sample stands in for all of them. A DataLoader calls this method.
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
+        """Return a batch, and its samples' numbers; no numbers if another sample stands in for all
+        of them. A DataLoader calls this method.
         """
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([index for _, index in places])
         is_training = places[0][0] > 0
-        samples = self._read(places)
-        batch, num_read = None, 0
+        samples, numbers = self._read(places)
+        batch = None
         if samples:
             batch = self.collate(samples, is_training)
-        if batch is not None:
-            num_read = len(samples)
+        if batch is None:
+            numbers = []
         if self.num_unreadable is not None:
             info = get_worker_info()
             slot = 0
             if info:
                 slot = info.id + 1
-            self.num_unreadable[slot] += len(places) - num_read
+            self.num_unreadable[slot] += len(places) - len(numbers)
         if batch is None:
             batch = self._stand_in(*places[0])
-        return batch, num_read
+        return batch, numbers
 
-    def _read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
-        """Return the samples that can be read."""
-        samples = [self[place] for place in places]
-        if not hasattr(self.dataset, "UNREADABLE"):
-            return samples
-        return [each for each in samples if each is not self.dataset.UNREADABLE]
+    def _read(self, places: Iterable[tuple[int, int]]) -> tuple[list[Any], list[int]]:
+        """Return the samples that can be read, and their numbers."""
+        samples, numbers = [], []
+        for place in places:
+            sample = self[place]
+            if sample is not getattr(self.dataset, "UNREADABLE", self):
+                samples.append(sample)
+                numbers.append(place[1])
+        return samples, numbers
 
     def _stand_in(self, epoch: int, sample: int) -> Any:
         """Return a batch of the first readable sample after `sample`."""
         for following in range(sample + 1, sample + MAX_FOLLOWING):
-            samples = self._read([(epoch, following % len(self.dataset))])
+            samples, _ = self._read([(epoch, following % len(self.dataset))])
             if samples:
                 batch = self.collate(samples, epoch > 0)
                 if batch is not None:

@@ -22,6 +22,7 @@ from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import gradient_norm
 from flyte_ddp.training.progress import MetricSums, Stretch
+from flyte_ddp.training.sources import SourceLosses
 from flyte_ddp.training.trained_state import TrainedState
 
 # the scale of fp16 begins with 65536, and each gradient that overflows halves it
@@ -44,6 +45,7 @@ class Measures:
     _failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.by_source = SourceLosses.open(self.train, self.parallelism)
         self.sample_utilization = sample_utilization(self.state.model, self.parallelism)
         self.begin()
 
@@ -99,6 +101,8 @@ class Measures:
             "gradient_norm": gradient_norm,
             "samples_per_second": sums.num_samples / sums.seconds,
         }
+        if self.by_source:
+            values |= self.by_source.average(sums.by_source)
         epoch = progress.step / self.num_batches
         reported = Reported(step=progress.step, epoch=epoch, values=values)
         self.reporter.emit(reported)

@@ -20,6 +20,7 @@ from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.progress import MetricSums
+from flyte_ddp.training.sources import SourceLosses
 from flyte_ddp.training.watch import WatchedStep
 from flyte_ddp.world import World
 
@@ -92,6 +93,7 @@ def compute_gradients(
     step: int,
     timer: StepTimer,
     watched: WatchedStep,
+    by_source: SourceLosses | None = None,
 ) -> MetricSums:
     """Add the gradient of the global batch's mean loss to the parameters of `replica`, one
     micro-batch after another.
@@ -101,6 +103,7 @@ def compute_gradients(
         step: optimizer steps done so far; seeds the forward passes.
         timer: adds up the time of the phases.
         watched: the step, which takes the losses.
+        by_source: sums up the losses of each source; None for one source.
 
     Returns:
         The sums of the step.
@@ -111,6 +114,7 @@ def compute_gradients(
     # An unknown number of targets divides the gradients at the end.
     divisor = 1.0 if num_targets is None else num_targets
     counted = torch.zeros((), dtype=torch.float64)
+    source_sums: float | Tensor = 0.0
     for micro_batch, weight in enumerate(shard.weights):
         timer.begin(DATA)
         inputs, targets, *stand_in = next(batches)
@@ -125,6 +129,8 @@ def compute_gradients(
             loss_sum = losses.sum() * weight
             total += loss_sum.detach()
             watched.add(losses, total, is_last, world)
+            if by_source and weight:
+                source_sums += by_source.sum(losses.detach(), inputs, targets)
             timer.begin(BACKWARD)
             # The backward pass averages gradients over the ranks. The factor makes it the mean over
             # the targets of the global batch, even if the last batch is shared unevenly.
@@ -137,7 +143,8 @@ def compute_gradients(
     if own_targets is None or num_targets is None:
         own_targets, num_targets = float(counted), world.all_reduce(counted)[0] or NO_TARGETS
         _divide_gradients(replica, num_targets)
-    return MetricSums(total, own_targets, num_targets, shard.num_samples, num_steps=1)
+    counts = own_targets, num_targets, shard.num_samples
+    return MetricSums(total, *counts, num_steps=1, by_source=source_sums)
 
 
 def _divide_gradients(replica: Any, divisor: float) -> None:

@@ -119,6 +119,8 @@ class MetricSums:
     num_targets: float | Tensor = 0.0  # number of targets on all ranks
     num_samples: int = 0  # number of samples on all ranks
     num_steps: int = 0
+    # this rank's sums of losses and targets of each source, (sources, 2); 0 without sources
+    by_source: Tensor | float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -132,6 +134,7 @@ class MetricSums:
         self.num_targets += step.num_targets
         self.num_samples += step.num_samples
         self.num_steps += step.num_steps
+        self.by_source = self.by_source + step.by_source
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -129,7 +128,8 @@ class LossWatch:
         """
         found: dict[int, tuple[list[float], BadSample]] = {}
         for index, losses in zip(watched.shard.micro_batches, watched.losses, strict=True):
-            for sample, loss in zip(index.tolist(), split_losses(losses, len(index)), strict=True):
+            values = sum_by_sample(losses, len(index)).tolist()
+            for sample, loss in zip(index.tolist(), values, strict=True):
                 order = [0.0, loss]
                 if math.isnan(loss):
                     order = [1.0, 0.0]
@@ -166,8 +166,10 @@ class LossWatch:
         return largest
 
 
-def split_losses(losses: Tensor, num_samples: int) -> Sequence[float]:
-    """Return the loss of each sample; NaN if a recipe's losses do not belong to single samples."""
+def sum_by_sample(losses: Tensor, num_samples: int) -> Tensor:
+    """Return the loss of each sample, (N,); NaN if a recipe's losses do not belong to single
+    samples.
+    """
     if losses.numel() % num_samples or (losses.dim() > 1 and len(losses) != num_samples):
-        return [math.nan] * num_samples
-    return list(losses.double().reshape(num_samples, -1).sum(1).tolist())
+        return torch.full((num_samples,), math.nan, dtype=torch.float64, device=losses.device)
+    return losses.double().reshape(num_samples, -1).sum(1)
