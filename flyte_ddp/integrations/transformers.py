@@ -97,12 +97,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         args.gradient_accumulation_steps = share // size
         if found is None:
             return self._train(resume_from_checkpoint, **options)
-        if "num_steps" not in found:
-            raise ConfigError(
-                "session.checkpoints: expected a checkpoint of this version of flyte_ddp, got one "
-                "of an earlier version: finish the training with that version, or give another "
-                "place"
-            )
         # The Trainer refuses a directory without weights, and `on_train_begin` loads the weights.
         # So this private method, the only one used here, does nothing.
         trainer._load_from_checkpoint = lambda *arguments: None

@@ -24,7 +24,6 @@ from flyte_ddp.storage import Storage
 RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of a tracker
 RUN_ID = "tracker-run-id"
-OLD_RUN_ID = "wandb-run-id"  # name of this file before version 0.2.0
 MAX_NAME = 60  # characters of a script's name in the id of its run
 
 
@@ -86,7 +85,7 @@ def keep_run_id(storage: Storage, new: str) -> str:
     """Return the id of the run for trackers: the one that an earlier attempt kept in `storage`, or
     `new`.
     """
-    kept = storage.read_if_there(RUN_ID) or storage.read_if_there(OLD_RUN_ID)
+    kept = storage.read_if_there(RUN_ID)
     if kept:
         return kept.decode()
     storage.write(RUN_ID, new.encode())

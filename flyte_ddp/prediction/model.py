@@ -122,12 +122,7 @@ class Predictor:
 
         The check matters most for a recipe that reads the data from their URL.
         """
-        manifest = self._read_manifest()
-        found = self.describe_data()
-        expected = json.loads(manifest.get(DATA, "{}"))
-        if not expected:  # An older version wrote no facts about the data.
-            name = "num_samples"
-            expected, found = {name: manifest[name]}, {name: found[name]}
+        expected, found = json.loads(self._read_manifest()[DATA]), self.describe_data()
         where = f", as of the predictions in {self.job.output!r}"
         remedy = "; others need another output"
         compare("data: ", expected, found, where, remedy=remedy, read=self.describe_data)

@@ -72,7 +72,7 @@ class TrainedModel:
     state: str  # URL with the checksum of its contents
     recipe: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)  # recipe's options that are not hidden
-    # hashes of the hidden options; None if an earlier version trained the model
+    # hashes of the hidden options; None if version 0.1.0 trained the model
     hidden: Sequence[Mapping[str, str]] | None = ()
 
 
@@ -348,6 +348,4 @@ def check_output(storage: Storage, facts: Mapping[str, Any], options: Mapping[st
         {**facts, **flatten(options)},
         f", as of the predictions in {storage.url!r}",
         "; others need another output",
-        f"but the predictions in {storage.url!r} hide it and are of an earlier version: give "
-        "another output",
     )

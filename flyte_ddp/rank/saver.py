@@ -211,10 +211,7 @@ class Saver:
 
     def _check_trainer(self, found: Mapping[str, Any], origin: str) -> None:
         """Check that the framework's loop that has begun, if any, wrote the checkpoint."""
-        default = ""
-        if "generators" in found["state"]:  # an earlier version did not note the loop
-            default = self.trainer
-        saved = found.get("trainer", default)
+        saved = found["trainer"]
         if self.trainer and saved != self.trainer:
             got = "what a function has saved by itself"
             if saved:

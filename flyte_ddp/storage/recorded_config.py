@@ -53,8 +53,8 @@ class RecordedConfig:
 
     Args:
         shown: the config as the record shows it.
-        hashes: the hashes of the hidden values; None if an earlier version, without hashes, wrote
-            the record.
+        hashes: the hashes of the hidden values; None in a record of version 0.1.0, whose hidden
+            values are unknown.
     """
 
     def __init__(self, shown: Mapping[str, Any], hashes: Sequence[Mapping[str, str]] | None):
@@ -68,18 +68,12 @@ class RecordedConfig:
             return name in self._hashes
         return HIDDEN in json.dumps(self.shown.get(name))
 
-    def is_comparable(self, name: str) -> bool:
-        """Return whether a value can be compared with the recorded value."""
-        return self._has_hashes or not self.is_hidden(name)
-
     def is_same(self, name: str, value: Any) -> bool:
-        """Return whether the record has this value. Return False if they cannot be compared."""
-        if not self.is_comparable(name):
-            return False
+        """Return whether the record has this value. An unknown value equals none."""
         if not self.is_hidden(name):
             return bool(self.shown.get(name) == value)
-        found = self._hashes[name]
-        return _hash(value, found["salt"]) == found["scrypt"]
+        found = self._hashes.get(name)
+        return found is not None and _hash(value, found["salt"]) == found["scrypt"]
 
     def is_all(self, config: Mapping[str, Any]) -> bool:
         """Return whether the record has exactly the values of `config`."""
@@ -88,23 +82,14 @@ class RecordedConfig:
             return False
         return all(self.is_same(name, value) for name, value in values.items())
 
-    def check(
-        self, values: Mapping[str, Any], where: str, remedy: str = "", old_record: str = ""
-    ) -> None:
+    def check(self, values: Mapping[str, Any], where: str, remedy: str = "") -> None:
         """Raise ConfigError if one of these values is not the recorded one.
 
         Args:
             where: text to put after the expected value.
-            old_record: text for the record of an earlier version that hides the value; "" to accept
-                the given value then.
         """
         for name, value in values.items():
-            if not self.is_comparable(name):
-                if old_record:
-                    raise ConfigError(
-                        f"{name}: expected a value that can be compared, {old_record}"
-                    )
-            elif not self.is_same(name, value):
+            if not self.is_same(name, value):
                 raise ConfigError(f"{name}: {self._describe(name, value, where)}{remedy}")
 
     def _describe(self, name: str, value: Any, where: str) -> str:

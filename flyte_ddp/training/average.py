@@ -127,8 +127,7 @@ class WeightAverage:
         """
         self.start()
         for name, own in self.values.items():
-            if name in state:  # an earlier version has averaged no complex numbers
-                own.copy_(part_like(state[name], own))
+            own.copy_(part_like(state[name], own))
 
     def _own(self) -> dict[str, Tensor]:
         named = (

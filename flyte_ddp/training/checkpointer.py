@@ -85,10 +85,10 @@ class RunNotes:
         check_checkpoint(recipe, self.data_facts, self.read_facts, state, url, not are_same)
 
     def _warn_of_code(self, state: Mapping[str, Any], url: str, ours: list[str]) -> None:
-        before, now = state.get("origin", {}).get("code", {}), self.origin.get("code", {})
+        before, now = state["origin"]["code"], self.origin["code"]
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         difference = ""
-        if before and changed:
+        if changed:
             difference = f"; changed: {', '.join(changed)}"
         logger.warning(
             "the run of %s goes on with other code: recipe %s %s, before %s %s%s",
@@ -200,7 +200,7 @@ class Checkpointer:
         if state is not None:
             self.notes.check(state, loaded.origin, trained)
             trained.load(state)
-            self.num_ranks_before = state.get("origin", {}).get("num_ranks", 0)
+            self.num_ranks_before = state["origin"]["num_ranks"]
             is_best = trained.needed_step(state) == trained.progress.step
             self.best_is_unsaved = loaded.is_in_memory and is_best
         elif config.initial_model_state:

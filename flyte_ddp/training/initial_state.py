@@ -87,8 +87,6 @@ def check_same_run(
         {name: ours.get(name) for name in fixed},
         f", with which {url} was written",
         "; another value needs another place for the checkpoints",
-        f"but {url} hides it and was written by an earlier version: finish that run with its "
-        "version, or give another place for the checkpoints",
     )
     if checkpoint["data_fingerprint"] != data_fingerprint:
         raise ConfigError(

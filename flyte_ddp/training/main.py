@@ -129,9 +129,8 @@ def open_trainer(
     current.saver.open(config.checkpoints_to_keep, peers)
     origin = {
         "recipe": current.process.job.program.name,
-        # absent from data that an earlier version has prepared
-        "data": data.get("source", ""),
-        "code": data.get("code", {}),
+        "data": data["source"],
+        "code": data["code"],
         "num_ranks": world.world_size,
         "num_threads": torch.get_num_threads(),
     }
@@ -237,8 +236,7 @@ def describe_run(trainer: Trainer, data: Mapping[str, str], process: RankProcess
         "data": data["description"],
         "data_fingerprint": notes.data_fingerprint,
         "class_names": list_class_names(recipe),
-        # absent from data that an earlier version has prepared
-        "data_license": data.get("license", ""),
+        "data_license": data["license"],
         "recipe_version": notes.recipe_version,
     }
 

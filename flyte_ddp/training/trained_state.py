@@ -55,9 +55,9 @@ class TrainedState:
         """Go on from what `to_dict` has returned."""
         load_model(self.model, state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
-        self.schedule.load_state_dict(state.get("schedule", {}))
-        self.scaler.load_state_dict(state.get("scaler", {}))
-        self.average.load(state.get("average", {}))
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.average.load(state["average"])
         self.progress = Progress.from_dict(state["progress"])
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class TrainedState:
         load_model(self.model, state["model"])
         if has_modes(self.optimizer):  # the optimizer has a part of the weights to evaluate
             load_optimizer(self.optimizer, state["optimizer"])
-        self.average.load(state.get("average", {}))
+        self.average.load(state["average"])
 
     def boxes(self) -> BoxOf:
         """Return the boxes of a checkpoint's tensors that this rank keeps."""

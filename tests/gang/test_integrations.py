@@ -342,30 +342,6 @@ def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framewor
             begin(*arguments)
 
 
-@pytest.mark.slow  # Importing transformers takes ten seconds.
-def test_a_trainers_checkpoint_of_an_earlier_version_is_one_line(tmp_path, monkeypatch):
-    require("transformers")
-    from accelerate.utils import DistributedType
-
-    from flyte_ddp.integrations import transformers
-
-    monkeypatch.setattr(session, "_current", session_of(checkpoints=tmp_path)[0])
-    found = {"trainer": "{}", "global_batch_size": 1, "num_samples": 1, "generators": []}
-    monkeypatch.setattr(transformers.training, "load_values", lambda: found)
-    args = SimpleNamespace(
-        load_best_model_at_end=True,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        world_size=1,
-    )
-    accelerator = SimpleNamespace(
-        distributed_type=DistributedType.NO, is_fsdp2=False, parallelism_config=None
-    )
-    trainer = SimpleNamespace(accelerator=accelerator, train=None, args=args, train_dataset=[1])
-    with pytest.raises(ConfigError, match="^session.checkpoints: .* of an earlier version: "):
-        transformers.SessionCallback(trainer).train()
-
-
 def test_data_without_a_length_are_not_compared():
     kept, share = loaders.share_batch(iter([1, 2]), {"num_samples": None}, None, 4, 2)
     assert (kept, share) == ({"num_samples": None, "global_batch_size": 8}, 4)

@@ -112,12 +112,9 @@ def test_any_name_of_a_script_makes_an_id_that_trackers_take(tmp_path: Path) -> 
     assert "train/loss" in read(directory)
 
 
-def test_a_run_keeps_the_id_that_an_earlier_attempt_or_version_wrote(tmp_path: Path) -> None:
-    first, older = Storage(str(tmp_path / "first")), Storage(str(tmp_path / "older"))
-    older.write("wandb-run-id", b"run-of-0.1")
-
-    assert [keep_run_id(first, new) for new in ("run-1", "run-2")] == ["run-1", "run-1"]
-    assert keep_run_id(older, "run-3") == "run-of-0.1"
+def test_a_run_keeps_the_id_that_an_earlier_attempt_wrote(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    assert [keep_run_id(storage, new) for new in ("run-1", "run-2")] == ["run-1", "run-1"]
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,4 +41,6 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     link.stop_after = stop_after
     session, _ = session_of(checkpoints=run.checkpoints, link=link, kind=Kind.RECIPE)
     session.saver.open(config.checkpoints_to_keep)
-    return Trainer(parallelism, model, train, test, session)
+    trainer = Trainer(parallelism, model, train, test, session)
+    trainer.checkpoints.notes.origin = {"code": {}, "num_ranks": 1}
+    return trainer

@@ -214,12 +214,12 @@ def test_a_run_that_goes_on_with_other_code_says_so(code, tmp_path, caplog):
     run = new_run(tmp_path)
     first = new_trainer(run)
     first.checkpoints.notes.recipe_version = "a1"
-    first.checkpoints.notes.origin = {"code": {"same.py": "1", "recipe.py": "2"}}
+    first.checkpoints.notes.origin["code"] = {"same.py": "1", "recipe.py": "2"}
     first.checkpoints.save(best=True)
     first.checkpoints.store.wait()
     second = new_trainer(run)
     name, second.checkpoints.notes.recipe_version = code.split()
-    second.checkpoints.notes.origin = {"code": {"same.py": "1", "recipe.py": "3"}}
+    second.checkpoints.notes.origin["code"] = {"same.py": "1", "recipe.py": "3"}
     own = type(second.parallelism.recipe)
     second.parallelism.recipe = type(name, (own,), {"__module__": own.__module__})()
     assert second.checkpoints.resume()[0]

@@ -215,17 +215,6 @@ def test_complex_weights_are_trained_averaged_and_resumed(tmp_path, optimizer):
     assert whole.state.model.filter.imag.abs().max() > 0
 
 
-def test_a_checkpoint_of_before_without_complex_averages_is_read(tmp_path):
-    run = new_run(tmp_path, "tests.support.own_optimizers.Complex")
-    trainer = new_trainer(run, ema_decay=DECAY)
-    state = {name: each for name, each in trainer.state.average.values.items() if name != "filter"}
-    trainer.state.model.filter.data.add_(1j)
-    trainer.state.average.load(state)
-    torch.testing.assert_close(
-        trainer.state.average.values["filter"], trainer.state.model.filter.data
-    )
-
-
 def test_options_of_ddp_are_those_of_the_config():
     config = TrainingConfig(broadcast_buffers=False, find_unused_parameters=True)
     with process_group(ALONE, "gloo", HashStore(), timeout=60):
