@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_REASON = 400  # characters of an error in one line
+MAX_WIDTH = 300  # characters of a line in an error
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,11 @@ def in_one_line(error: BaseException) -> str:
     if len(text) > MAX_REASON:
         text = f"{text[:MAX_REASON]} ..."
     return text
+
+
+def first_line(text: object) -> str:
+    """Return the first line of `text`, which names what happened."""
+    return str(text).partition("\n")[0][:MAX_WIDTH]
 
 
 class ConfigError(ValueError):

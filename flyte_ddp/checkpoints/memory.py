@@ -29,6 +29,7 @@ from datetime import timedelta
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.errors import first_line
 from flyte_ddp.process.threads import start_thread
 from flyte_ddp.storage.uncached_file import copy_bytes
 
@@ -267,10 +268,9 @@ class Slots:
                 group.recv([torch.zeros(1)], 1, 0).wait()
                 self._complete_turn = part.turn
         except RuntimeError as error:  # `is_ready` stays False from now on
-            reason = str(error).partition("\n")[0]
             logger.warning(
                 "no more states are kept in memory: they cannot be copied to another node: %s",
-                reason,
+                first_line(error),
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from flyte_ddp.errors import StorageUnavailable
+from flyte_ddp.errors import StorageUnavailable, first_line
 from flyte_ddp.world import RankNotes, World
 
 T = TypeVar("T")
@@ -58,5 +58,5 @@ def _try(call: Callable[[], T]) -> T:
         return call()
     except RuntimeError as error:  # the training notices a dead peer too, and says which
         raise StorageUnavailable(
-            f"checkpoints: rank 0 cannot be reached: {str(error).partition(chr(10))[0]}"
+            f"checkpoints: rank 0 cannot be reached: {first_line(error)}"
         ) from None

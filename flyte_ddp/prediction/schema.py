@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, first_line
 from flyte_ddp.recipes import Recipe, locate
 
 KEY = "key"  # name of the column that identifies a sample
@@ -94,10 +94,9 @@ def make_table(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any], 
                 raise pyarrow.ArrowInvalid(f"values of {found.type}")
             arrays.append(found.cast(kind))
         except pyarrow.ArrowException as error:
-            reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"{place}: {name}: expected values of {kind}, as declared or as in the first "
-                f"batch, got {reason}: {REMEDY.format(name)}"
+                f"batch, got {first_line(error)}: {REMEDY.format(name)}"
             ) from None
     return pyarrow.table(arrays, schema=schema)
 
@@ -166,9 +165,9 @@ def _guess(place: str, name: str, values: Sequence[Any]) -> Any:
     try:
         return pyarrow.array(values)
     except (TypeError, ValueError, OverflowError) as error:  # base classes of Arrow's errors
-        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{place}: {name}: expected numbers, text, or lists of one kind, got {reason}"
+            f"{place}: {name}: expected numbers, text, or lists of one kind, got "
+            f"{first_line(error)}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import DataError, first_line
 
 
 def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -> Any:
@@ -51,7 +51,7 @@ def collate(samples: Sequence[Any]) -> Any:
     try:
         return map_parts(lambda parts: default_collate(list(parts)), samples)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         if "</torch_" in reason:  # /dev/shm failed: a loader process passes its batch through it
             raise
         raise DataError(

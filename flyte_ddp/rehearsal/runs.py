@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp.code.by_value import dumps
-from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped
+from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped, first_line
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import Gang

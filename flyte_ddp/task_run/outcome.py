@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flyte_ddp import errors
-from flyte_ddp.errors import FailureKind, RankFailure, SweepFailed
-from flyte_ddp.launch.protocol.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.errors import FailureKind, RankFailure, SweepFailed, first_line
+from flyte_ddp.launch.protocol.failures import shorten, shorten_traceback
 from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.storage import redact_url
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, first_line
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.rank.data import (
@@ -368,7 +368,7 @@ def _call(recipe: Recipe, method: str, expected: str, function: Any, **arguments
         if frames_of_user(error):
             raise  # the frames in the user's code explain more
         given = ", ".join(f"{name} {_shapes(each)}" for name, each in arguments.items())
-        got = f"{type(error).__name__} of {given}: {str(error).partition(chr(10))[0]}"
+        got = f"{type(error).__name__} of {given}: {first_line(error)}"
         raise ConfigError(f"{locate(recipe, method)}: {expected}, got {got}") from error
 
 

@@ -114,8 +114,7 @@ def kube_cluster(
             preflight(config, spec, namespace, owner)
         except ApiRefused as error:
             raise ClusterError(f"the Kubernetes API server refused a request: {error}") from error
-        token = uuid.uuid4().hex
-        spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
+        token = spec["metadata"]["annotations"][TOKEN_ANNOTATION] = uuid.uuid4().hex
         try:
             made = _create(spec, namespace, driver, config.kubernetes.operator_namespace, security)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
@@ -269,10 +268,8 @@ def _create(
         if error.status in (400, 422):
             raise PreflightError(
                 [
-                    (
-                        f"the API server refuses the pods as they are described: {error}; correct "
-                        "`pod_template`"
-                    )
+                    f"the API server refuses the pods as they are described: {error}; correct "
+                    "`pod_template`"
                 ]
             ) from error
         raise ClusterError(f"Dask cluster {name} was not created: {error}") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints.memory import name_memory
-from flyte_ddp.errors import NodeLost, TrainingStopped
+from flyte_ddp.errors import NodeLost, TrainingStopped, first_line
 from flyte_ddp.launch.control.causes import Failure, find_cause
 from flyte_ddp.launch.control.gang_failures import Failures
 from flyte_ddp.launch.control.inspection import Inspection
@@ -34,7 +34,6 @@ from flyte_ddp.launch.control.states import (
     has_moved,
     next_state,
 )
-from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.messages import (
     Beat,
     Emitted,

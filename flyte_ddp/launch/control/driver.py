@@ -38,6 +38,7 @@ from flyte_ddp.errors import (
     RankFailure,
     StorageUnavailable,
     TrainingStopped,
+    first_line,
     log_failures,
 )
 from flyte_ddp.launch.control.attempt import Attempt
@@ -49,7 +50,6 @@ from flyte_ddp.launch.control.nodes import Nodes
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
 from flyte_ddp.launch.control.results import Destination, Results
 from flyte_ddp.launch.control.stored_steps import StoredSteps
-from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Kind, Program
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.traces import Traces, make_traces
@@ -140,9 +140,7 @@ def run(
     program = job.program
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
-        storage = None
-        if job.checkpoints:
-            job, storage = stack.enter_context(_own_checkpoints(job))
+        job, storage = stack.enter_context(_own_checkpoints(job))
         if program.missing_state and not (storage and stored_steps(storage.url)):
             raise ConfigError(program.missing_state)
         name = f"training-{uuid.uuid4().hex[:12]}"
@@ -151,14 +149,12 @@ def run(
             Dispatcher([*listeners, costs, *_make_traces(job, name)], state, program)
         )
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
-        prepared = None
-        if data:
-            prepared = call_in_background(data)
         own = Run(
             *(name, place, job, storage, stop, dispatcher.emit, costs),
             relay=lambda line: show(redact_url(line)),
-            prepared=prepared,
         )
+        if data:
+            own.prepared = call_in_background(data)
         stack.callback(place.close, own)
         if results is not None:
             own.results = Results(results)
@@ -201,12 +197,15 @@ def _make_traces(job: Job, name: str) -> list[Traces]:
 
 
 @contextlib.contextmanager
-def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage]]:
-    """Own the place of the checkpoints for the length of the block.
+def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage | None]]:
+    """Own the place of the checkpoints, if there is one, for the length of the block.
 
     Yields:
         The job with its owner, and the store. Raises as `run`.
     """
+    if not job.checkpoints:
+        yield job, None
+        return
     program = job.program
     name = "checkpoints"
     if job.output:
@@ -234,7 +233,7 @@ class Run:
     costs: Costs
     relay: Callable[[str], None]
     # local directory of the prepared data; None if the program needs no data
-    prepared: concurrent.futures.Future[str] | None
+    prepared: concurrent.futures.Future[str] | None = None
     results: Results | None = None  # receives the files that ranks submit
     num_attempts: int = 0
     attempt: Attempt | None = None  # the latest attempt

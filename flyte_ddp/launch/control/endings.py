@@ -9,9 +9,10 @@ from flyte_ddp.errors import (
     ProgramError,
     RankFailure,
     StorageUnavailable,
+    first_line,
 )
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next
-from flyte_ddp.launch.protocol.failures import first_line, program_failure
+from flyte_ddp.launch.protocol.failures import program_failure
 
 
 def describe_loss(ended: AttemptEnd, before: Before, how: str, has_store: bool) -> str:

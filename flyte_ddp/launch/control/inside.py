@@ -17,12 +17,11 @@ from typing import Protocol
 from flyte_ddp import events
 from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
-from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.errors import TrainingStopped, first_line
 from flyte_ddp.launch.control.attempt import Attempt
 from flyte_ddp.launch.control.inspection import Order
 from flyte_ddp.launch.control.stalls import find_culprits, list_stacks
 from flyte_ddp.launch.control.states import Ended, Killing, Running, Stopping
-from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.messages import Profile
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.requests import (

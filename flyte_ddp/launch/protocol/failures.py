@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import FailureKind, ProgramError, RankFailure
+from flyte_ddp.errors import MAX_WIDTH, FailureKind, ProgramError, RankFailure
 
 # lines of a traceback or a log in an error; the whole error then fits on a screen
 MAX_LINES = 30
-MAX_WIDTH = 300  # characters of such a line
 HEAD_LINES = 4  # lines kept at the start of a shortened text, where a traceback begins
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+),? in (\S+)')
@@ -24,11 +23,6 @@ _LIBRARIES = (
     str(Path(__file__).parents[2]),
 )
 _CHAINED = re.compile(r"\n+(?:During handling of the above|The above) exception[^\n]*\n+")
-
-
-def first_line(text: object) -> str:
-    """Return the first line of `text`, which names what happened."""
-    return str(text).partition("\n")[0][:MAX_WIDTH]
 
 
 def shorten_traceback(text: str) -> str:
