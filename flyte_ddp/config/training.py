@@ -31,9 +31,9 @@ class Batch:
     """The samples of an optimizer step, over all ranks."""
 
     size: int
-    num_parts: int = 1  # micro-batches that every rank divides its share into
+    num_parts: int  # micro-batches that every rank divides its share into
     # the number of parts may double if a GPU runs out of memory
-    may_split: bool = False
+    may_split: bool
 
     def size_per_rank(self, world_size: int) -> int:
         """Return the samples of one rank in one forward pass, at `world_size` ranks.

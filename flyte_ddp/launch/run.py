@@ -519,7 +519,7 @@ class _Script:
     name: str  # name of the file in the directory; "" for the directory itself
     arguments: tuple[str, ...]
     working_directory: str
-    outputs: str = ""
+    outputs: str
 
     def __call__(self) -> bytes:
         with outputs_directory(self.outputs) as outputs:

@@ -47,33 +47,24 @@ RENDEZVOUS = (
     *("--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
 )
-# The other flags of torchrun, each with the reason why it is refused. A flag with "" is accepted
-# and changes nothing.
-OTHERS = {
-    "--duplicate-stderr-filters": "",
-    "--duplicate-stdout-filters": "",
-    "--event-log-handler": "",
-    "--local-addr": "",
-    "--local-ranks-filter": "",
-    "--log-dir": "",
-    "--log-line-prefix-template": "",
-    "--logs-specs": "",
-    "--monitor-interval": "",
-    "--numa-binding": "",
+# flags of torchrun that are accepted and change nothing
+IGNORED = (
+    *("--duplicate-stderr-filters", "--duplicate-stdout-filters", "--event-log-handler"),
+    *("--local-addr", "--local-ranks-filter", "--log-dir", "--log-line-prefix-template"),
+    *("--logs-specs", "--monitor-interval", "--numa-binding", "--redirects", "--role"),
+    *("--run-path", "--start-method", "--tee"),
+)
+# the other flags of torchrun, each with the reason why it is refused
+REFUSED = {
     "--print-completion": "no completion script is made here",
-    "--redirects": "",
-    "--role": "",
-    "--run-path": "",
     "--signals-to-handle": (
         "SIGTERM, SIGINT, SIGHUP and SIGQUIT end a run and are passed on to its ranks"
     ),
-    "--start-method": "",
-    "--tee": "",
     "--virtual-local-rank": (
         "each rank sees all GPUs of its machine, and takes the one with the number LOCAL_RANK"
     ),
 }
-SWITCHES = ("--run-path", "--virtual-local-rank")  # flags in OTHERS without a value
+SWITCHES = ("--run-path", "--virtual-local-rank")  # flags among these without a value
 # torchrun's variables that are accepted and change nothing
 VARIABLES = (
     "PYTHON_EXEC",
@@ -188,7 +179,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         flags[flag] = {"type": str}
     for flag in ("--node-rank", "--master-port"):
         flags[flag] = {"type": int}
-    for flag in OTHERS:
+    for flag in (*IGNORED, *REFUSED):
         flags[flag] = {}
     for flag in SWITCHES:
         flags[flag] = SWITCH
@@ -241,10 +232,10 @@ def read_program(options: argparse.Namespace) -> Program:
     Raises:
         ConfigError: a wrong value, contradicting flags, or a missing script.
     """
-    for flag in _given(options, OTHERS):
-        why = OTHERS[flag]
-        if why:
-            raise ConfigError(f"{flag}: expected neither the flag nor its PET_ variable: {why}")
+    for flag in _given(options, REFUSED):
+        raise ConfigError(
+            f"{flag}: expected neither the flag nor its PET_ variable: {REFUSED[flag]}"
+        )
     if options.no_python and options.module:
         raise ConfigError("--no-python: expected not with --module, which is Python's")
     if options.no_python:
@@ -268,7 +259,7 @@ def read_program(options: argparse.Namespace) -> Program:
 
 def note_without_effect(options: argparse.Namespace) -> str:
     """Return a line about the given flags and variables that change nothing; "" without any."""
-    given = [flag for flag in _given(options, OTHERS) if not OTHERS[flag]]
+    given = _given(options, IGNORED)
     given += [name for name in VARIABLES if name in os.environ]
     if not given:
         return ""

@@ -189,7 +189,7 @@ def find_version() -> tuple[str, str]:
         return version, describe_commit(str(ROOT)) or "a checkout without git"
 
 
-def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> str:
+def manifests(namespace: str, image: str, has_namespace: bool = True) -> str:
     """Return the manifests in deploy/ that give tasks in `namespace` their rights, for
     `kubectl apply`.
 

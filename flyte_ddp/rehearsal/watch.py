@@ -62,12 +62,12 @@ class Spec:
     directory: str  # directory of the records
     place: str  # directory that the run writes to
     kept: str  # the user's own directory; the run may not write to its files
-    start: int = 0  # how often the command was given before in this run
-    fault: str = ""  # fault that ranks commit themselves: "store" or "disk"
-    fault_step: int = 0  # the fault happens after this step
-    pauses: bool = False  # all ranks wait there until the fault was made from outside
-    length: int = 0  # samples of a shortened epoch; 0 for all
-    num_steps: int = 0  # the program ends at this step; 0 for its own end
+    start: int  # how often the command was given before in this run
+    fault: str  # fault that ranks commit themselves: "store" or "disk"
+    fault_step: int  # the fault happens after this step
+    pauses: bool  # all ranks wait there until the fault was made from outside
+    length: int  # samples of a shortened epoch; 0 for all
+    num_steps: int  # the program ends at this step; 0 for its own end
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def check_places(places: Iterable[tuple[str, str]], allowed: Sequence[str] | Non
         raise ConfigError(f"{'; '.join(findings)} {WHERE}")
 
 
-def check_opening(url: str, field: str, path: str | None, own: Sequence[str] = ()) -> None:
+def check_opening(url: str, field: str, path: str | None, own: Sequence[str]) -> None:
     """Refuse a place that this process may not open.
 
     Args:

@@ -35,6 +35,7 @@ from flyte_ddp.errors import (
     SweepFailed,
     TrainingStopped,
     WorkersLost,
+    first_line,
     log_failures,
 )
 from flyte_ddp.events import CheckpointLoaded, Event, Listener
@@ -71,7 +72,7 @@ def check_trials(trials: Sequence[Trial], cluster: ClusterConfig) -> None:
         check(trial.program(), resize_cluster(cluster, trial.world_size))
 
 
-def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig:
+def resize_cluster(cluster: ClusterConfig, world_size: int) -> ClusterConfig:
     """Return the part of `cluster` that `world_size` ranks use: one node, or as many full nodes as
     needed.
 
@@ -406,5 +407,5 @@ class _TrialListener(Listener):
 def _one_line(error: Exception) -> str:
     """Format an error as one line for the table."""
     if isinstance(error, RankFailure) and error.kind is FailureKind.EXCEPTION:
-        return error.cause.partition("\n")[0]
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return first_line(error.cause)
+    return first_line(f"{type(error).__name__}: {error}")

@@ -56,15 +56,17 @@ MIN_MEDIAN_EPOCH = 2
 REDUCTION_FACTOR = 2  # successive halving keeps one trial in this many, at epochs 1, 2, 4, 8, ...
 NUM_RANDOM = 10  # trials before the first that TPE suggests
 
+Values = Mapping[str, Any]  # values of a trial by their names
+
 
 @dataclass(frozen=True)
 class Trial:
     """One model of a study: a configuration to train, in a scaling study at a world size."""
 
     number: int  # from 1, in starting order
-    values: Mapping[str, Any]  # values that the study varies, by name
+    values: Values  # values that the study varies, by name
     # differences from the recipe's defaults, in the form of `--config`
-    overrides: Mapping[str, Any] = field(repr=False)
+    overrides: Values = field(repr=False)
     config: TrainingConfig = field(repr=False)
     world_size: int = 0  # ranks; 0: all of one node
     recipe: str = ""
@@ -86,7 +88,7 @@ class Trial:
         config = {**dataclasses.asdict(self.config), "initial_model_state": state}
         return [self.recipe, config, self.world_size, data_version]
 
-    def with_values(self, values: Mapping[str, Any]) -> Trial:
+    def with_values(self, values: Values) -> Trial:
         """Return the trial with other values. Raises ConfigError as `build_trials`."""
         (trial,) = build_trials(self.recipe, self.overrides, [values])
         return dataclasses.replace(trial, number=self.number)
@@ -96,7 +98,7 @@ class Trial:
         return ()
 
     @property
-    def shown(self) -> Mapping[str, Any]:
+    def shown(self) -> Values:
         """The values as people may see them, without secrets."""
         return dict(redact_values(dict(self.values)))
 
@@ -105,9 +107,7 @@ class Trial:
         return f"trial {self.number} ({values})"
 
 
-def build_trials(
-    recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
-) -> list[Trial]:
+def build_trials(recipe: str, base: Values, choices: Sequence[Values]) -> list[Trial]:
     """Return a validated trial for each of `choices`, without duplicates.
 
     Args:
@@ -309,9 +309,7 @@ class Search:
         )
         self._study: optuna.Study = self._optuna.create_study(sampler=estimator, pruner=pruner)
 
-    def start(
-        self, trial: Trial, replace: Callable[[Mapping[str, Any]], Trial | None] | None = None
-    ) -> Trial:
+    def start(self, trial: Trial, replace: Callable[[Values], Trial | None] | None = None) -> Trial:
         """Enter `trial`, or another one in its place, and return it.
 
         Args:
@@ -363,7 +361,7 @@ def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> list[dict[str, Any]]:
+def _draw(grid: Values, num_models: int, seed: int) -> list[dict[str, Any]]:
     """Return `num_models` different random samples from the grid, or fewer if there are not as
     many.
     """
@@ -379,7 +377,7 @@ def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> list[dict[str,
     return list(drawn.values())
 
 
-def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
+def _distributions(grid: Values) -> dict[str, BaseDistribution]:
     """Return what to sample: sorted by name, because a grid's own order may be lost on the way
     here.
     """
@@ -428,7 +426,7 @@ def load_optuna() -> Any:
     return optuna
 
 
-def _merge_overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_overrides(base: Values, values: Values) -> dict[str, Any]:
     overrides = dict(base)
     options = {}
     for name, value in values.items():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
-from flyte_ddp.errors import ConfigError, StorageUnavailable
+from flyte_ddp.errors import ConfigError, StorageUnavailable, first_line
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_url
 from flyte_ddp.storage.recorded_config import OPTIONS, RecordedConfig, flatten
@@ -201,9 +201,9 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
             "output"
         ) from error
     except Exception as error:  # the bytes of another file can raise any error
-        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}"
+            f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -297,7 +297,7 @@ def _check_layer(field: str, layer: str, names: Iterable[str]) -> None:
         )
 
 
-def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str] = ()) -> str:
+def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str]) -> str:
     """Describe why `state` cannot be loaded into a model with the state dict `expected`; "" if it
     can.
 

@@ -84,7 +84,7 @@ class LossWatch:
         self.last = watched
         self._waiting.append(watched)
 
-    def find_bad(self, progress: Progress, may_wait: bool = True) -> StepFoundBad | None:
+    def find_bad(self, progress: Progress, may_wait: bool) -> StepFoundBad | None:
         """Return the first bad step among the steps that are not judged yet; None if all are good.
 
         Args:

@@ -47,7 +47,7 @@ class Corpus:
     UTF-16 or UTF-32 with a byte order mark.
     """
 
-    source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
+    source: str  # path or URL of a file or a directory; "" for Python's own topics
     separator: str = ""  # text between two documents in a file; "" makes each file one document
     # pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet
     files: str = ""
