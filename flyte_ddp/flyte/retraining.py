@@ -23,10 +23,12 @@ from flyte_ddp.flyte.inputs import (
     OptionalSource,
 )
 from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
-from flyte_ddp.flyte.task import check_config_places, check_files, check_urls, task_body
+from flyte_ddp.flyte.task import check_files, check_urls, task_body
 from flyte_ddp.flyte.training import PreparedData, prepare
 from flyte_ddp.process.devices import check_requested_gpus
+from flyte_ddp.project.admission import places_of_config
 from flyte_ddp.promotion.policy import PromotionCriteria, PromotionResult
+from flyte_ddp.storage import check_places
 from flyte_ddp.task_run import retraining as core
 from flyte_ddp.task_run.retraining import Retraining as Retraining
 
@@ -108,7 +110,7 @@ def judge_challenger(
     """
     check_requested_gpus()
     check_urls(champion=retraining.champion)
-    check_config_places(config)
+    check_places(places_of_config(config))
     check_files(data=data, challenger=challenger, export=export)
     directory = Path(data.download() or data.path)
     result = core.judge_challenger(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -170,7 +170,7 @@ def check_urls(**urls: str) -> None:
     """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises
     ConfigError.
     """
-    _check_places(urls.items())
+    check_places(urls.items())
 
 
 def check_files(**files: Any) -> None:
@@ -182,19 +182,9 @@ def check_files(**files: Any) -> None:
             check_place(location(file), name, store_of_outputs())
 
 
-def check_config_places(config: TrainingConfig) -> None:
-    """Check the URLs and paths of a config, including its recipe's options, as `check_urls`."""
-    _check_places(admission.places_of_config(config))
-
-
 def check_config(config: TrainingConfig) -> TrainingConfig:
-    """Check a config as `check_config_places`. Return it with the checksum of its initial model
-    state.
+    """Check the URLs and paths of a config, including its recipe's options, as `check_urls`. Return
+    it with the checksum of its initial model state.
     """
-    check_config_places(config)
+    check_places(admission.places_of_config(config))
     return pin_initial_state(config)
-
-
-def _check_places(places: Iterable[tuple[str, str]]) -> None:
-    if is_flyte_task():
-        check_places(places, SETTINGS.allowed.urls)

@@ -11,7 +11,6 @@ from flyte.io import Dir
 from flyte_ddp.flyte2.task import check_cluster, check_thread, current_execution, limited
 from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE
 from flyte_ddp.project.admission import list_places
-from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.storage import check_places, storage_environment
 from flyte_ddp.task_run import prediction
 
@@ -51,10 +50,10 @@ def predict(
             return flyte2.predict("digits", model_state, data, num_processes=2)
     """
     execution, nodes = current_execution(), check_cluster(cluster)
+    # Options that are not in `config` come from the model's training.
+    places = [("model_state", model_state), ("data", data), ("output", output)]
+    check_places([*places, *list_places(config, "config")])
     if not execution.is_local:
-        # Options that are not in `config` come from the model's training.
-        places = [("model_state", model_state), ("data", data), ("output", output)]
-        check_places([*places, *list_places(config, "config")], SETTINGS.allowed.urls)
         check_thread()
     os.environ.update(storage_environment())
     made, url = prediction.predict(

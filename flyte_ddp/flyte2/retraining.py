@@ -27,7 +27,6 @@ from flyte_ddp.flyte2.training import check_inputs, open_inputs, run_training
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.process.devices import check_requested_gpus
-from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.promotion.policy import PromotionCriteria, PromotionResult
 from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.storage import check_places, read_file
@@ -90,8 +89,7 @@ def plan_retraining(
         # The contents of the state decide if there is something new, and a file may be replaced
         # meanwhile. So the config gets the checksum.
         resolved = pin_initial_state(check_inputs(recipe, config, data))
-        if not execution.is_local:
-            check_places([("champion", champion)], SETTINGS.allowed.urls)
+        check_places([("champion", champion)])
         store = core.open_champions(execution, recipe, champion)
         begun = kickoff_time or flyte.ctx().run_start_time
         with open_inputs(recipe, resolved, data) as prepare:
@@ -120,6 +118,7 @@ def challenge(
     check_requested_gpus()
     recipe, nodes = retraining.recipe, check_cluster(cluster)
     config = check_inputs(recipe, json.loads(retraining.config), retraining.data)
+    check_places([("champion", retraining.champion)])
     report = Report()
     with (
         open_task_run(report, checkpoints, config.max_hours, project_tracking()) as run,
@@ -153,6 +152,7 @@ def keep_champion(retraining: Retraining) -> RetrainingOutputs:
             return challenge(retraining)
     """
     with flyte_errors():
+        check_places([("champion", retraining.champion)])
         return _list_outputs(retraining, None)
 
 

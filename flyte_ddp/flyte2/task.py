@@ -191,8 +191,8 @@ def open_task_run(
         ConfigError: a place is not allowed, or the task does not run on the main thread.
     """
     execution = current_execution()
+    check_places([("checkpoints", checkpoints)])
     if not execution.is_local:
-        check_places([("checkpoints", checkpoints)], SETTINGS.allowed.urls)
         check_thread()
     os.environ.update(storage_environment())
     place = checkpoints or execution.checkpoints

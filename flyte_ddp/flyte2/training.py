@@ -14,7 +14,6 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import list_accuracies, list_metrics
 from flyte_ddp.flyte2.task import (
     check_cluster,
-    is_local,
     limited,
     open_task_run,
     project_tracking,
@@ -25,7 +24,6 @@ from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import write_card
 from flyte_ddp.process.devices import check_requested_gpus
 from flyte_ddp.project.admission import places_of_config
-from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.storage import check_places
 from flyte_ddp.studies.report import StudyReport
@@ -86,8 +84,7 @@ def check_inputs(recipe: str, config: Mapping[str, Any] | None, data: str) -> Tr
     if config is None:
         config = {}
     resolved = config_of(recipe, config)
-    if not is_local():
-        check_places([("data", data), *places_of_config(resolved)], SETTINGS.allowed.urls)
+    check_places([("data", data), *places_of_config(resolved)])
     return resolved
 
 

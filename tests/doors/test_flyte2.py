@@ -401,8 +401,6 @@ plain = flyte.TaskEnvironment("plain")
 
 @plain.task
 def outside() -> str:
-    import dataclasses, flyte_ddp.flyte2.task as task
-    task.is_local = lambda: False  # as in a pod
     flyte2.train("digits")
     return ""
 
@@ -410,9 +408,17 @@ env = flyte2.environment("env", SIZE)
 
 @env.task
 def elsewhere() -> str:
-    import flyte_ddp.flyte2.training as training, flyte_ddp.flyte2.task as task
-    training.is_local = lambda: False
+    import flyte_ddp.flyte2.task as task
+    task.is_local = lambda: False  # as in a pod
     flyte2.train("digits", data="ftp://else/where")
+    return ""
+
+@env.task
+def other_champion() -> str:
+    from flyte_ddp.promotion.policy import PromotionCriteria
+    place = "ftp://else/where"
+    facts = ("", PromotionCriteria(), "2026-01-01", "", "", "{}", "")
+    flyte2.challenge(flyte2.Retraining("digits", place, *facts))
     return ""
 
 @env.task(retries=1)
@@ -445,6 +451,7 @@ tell(lambda: flyte2.train("digits"))
 tell(lambda: flyte2.environment("other", SIZE, object()))
 tell(lambda: env.task(later))
 tell(lambda: flyte.run(elsewhere))
+tell(lambda: flyte.run(other_champion))
 tell(lambda: flyte.run(outside))
 """
 
@@ -464,6 +471,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
         "ConfigError config: expected flyte_ddp.flyte2.Distributed, got builtins.object",
         "ConfigError env.later: expected a function that is not async",
         "data: expected one of allowed.urls",
+        "champion: expected one of allowed.urls",
         "env: expected a task of flyte_ddp.flyte2.environment, which runs on the main thread",
     )
     assert len(said) == len(wanted)

@@ -27,7 +27,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.flyte.retraining import Retraining
-from flyte_ddp.flyte.task import check_cluster, check_config, check_urls
+from flyte_ddp.flyte.task import check_cluster, check_config, check_urls, limited_urls
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.project.admission import Allowed, check_allowed
 from flyte_ddp.project.settings import load_settings
@@ -353,7 +353,8 @@ def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, mo
     for name, call in calls.items():
         with pytest.raises(UserError, match=rf"^{name}: expected one of allowed\.urls .*, got "):
             call()
-    check_urls(data="s3://bucket/x", checkpoints="")
+    with limited_urls(["s3://*"]):
+        check_urls(data="s3://bucket/x", checkpoints="")
 
 
 TEAM = Allowed(
@@ -479,23 +480,24 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
         "pretrained": "s3://bucket/state.pt",
         "steps": [1, 2],
     }
-    check_config(TrainingConfig(recipe_options=options))
-    for value in (
-        "http://elsewhere/x",
-        "/var/run/secrets/token",
-        "file:///etc/passwd",
-        "s3://b/../c",
-        "filecache::http://e",
-    ):
-        for given in (value, [value], {"url": value}):
-            with pytest.raises(
-                ConfigError,
-                match=(
-                    r"^recipe_options\.pretrained.*: expected "
-                    r"one of allowed\.urls"
-                ),
-            ):
-                check_config(TrainingConfig(recipe_options={**options, "pretrained": given}))
+    with limited_urls(DEFAULTS.urls):
+        check_config(TrainingConfig(recipe_options=options))
+        for value in (
+            "http://elsewhere/x",
+            "/var/run/secrets/token",
+            "file:///etc/passwd",
+            "s3://b/../c",
+            "filecache::http://e",
+        ):
+            for given in (value, [value], {"url": value}):
+                with pytest.raises(
+                    ConfigError,
+                    match=(
+                        r"^recipe_options\.pretrained.*: expected "
+                        r"one of allowed\.urls"
+                    ),
+                ):
+                    check_config(TrainingConfig(recipe_options={**options, "pretrained": given}))
     config = TrainingOverrides(recipe_options={"tokens": "bpe", "pretrained": "http://elsewhere/x"})
     with pytest.raises(
         UserError,
