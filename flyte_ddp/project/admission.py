@@ -140,7 +140,8 @@ def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = 
         findings += _check_place(config, allowed)
     if config.resolved_kind == "kubernetes":
         findings += _check_pods(config, allowed, own_namespace)
-    _refuse(findings)
+    if findings:
+        raise ConfigError(f"{'; '.join(findings)} {WHERE}")
     with_filler_class(config)
 
 
@@ -203,12 +204,6 @@ def list_places(options: Any, name: str) -> list[tuple[str, str]]:
         found += list_places(key, f"a key of {name}")
         found += list_places(value, f"{name}.{key}")
     return found
-
-
-def _refuse(findings: Iterable[str]) -> None:
-    text = "; ".join(findings)
-    if text:
-        raise ConfigError(f"{text} {WHERE}")
 
 
 def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:

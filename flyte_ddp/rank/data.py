@@ -193,14 +193,11 @@ class TensorSamples:
         """Yield a batch on the rank's device for each tensor in `indices`, in order."""
         for index in indices:
             # Ten times as fast as indexing on a CPU, where it copies rows.
-            inputs, targets = (
-                self.inputs.index_select(0, index),
-                self.targets.index_select(0, index),
-            )
+            batch = [each.index_select(0, index) for each in (self.inputs, self.targets)]
             # Data too large for the GPU: non_blocking copies the batch during the step before.
             if self.inputs.device != self.device:
-                inputs = inputs.pin_memory().to(self.device, non_blocking=True)
-                targets = targets.pin_memory().to(self.device, non_blocking=True)
+                batch = [each.pin_memory().to(self.device, non_blocking=True) for each in batch]
+            inputs, targets = batch
             yield inputs, targets
 
 
