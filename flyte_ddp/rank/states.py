@@ -50,8 +50,13 @@ def check_kind(state: Mapping[str, Any], origin: str, is_function: bool) -> None
     """Check that a function wrote the checkpoint from `origin`, or a recipe if not `is_function`.
 
     Raises:
-        ConfigError: the checkpoint is of the other kind.
+        ConfigError: the checkpoint is of the other kind, or of version 0.1.0.
     """
+    if not state.keys() & {"origin", "trainer"}:  # recipes write the one, functions the other
+        raise ConfigError(
+            f"checkpoints: expected those of version 0.2.0 or later, got {origin}: finish its run "
+            "with version 0.2.0, or give another place"
+        )
     if ("position" in state) is is_function:
         return
     recipe = state.get("recipe", ["of a recipe"])[0]

@@ -24,6 +24,7 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import CheckpointWritten, EpochFinished
 from flyte_ddp.launch.control.stored_steps import StoredSteps
+from flyte_ddp.rank.states import check_kind
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.metrics import read_figures
 from flyte_ddp.training.progress import Progress
@@ -417,6 +418,13 @@ def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):
     expected = "expected a place with those of a function, got .*json, which is that of recipe Tiny"
     with pytest.raises(ConfigError, match=expected):
         session.saver.load()
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_checkpoint_of_version_0_1_0_is_refused_in_one_line(is_function):
+    state = {"step": 3, "position": {}} if is_function else {"recipe": ["Tiny", "1"]}
+    with pytest.raises(ConfigError, match=r"^checkpoints: expected those of version 0\.2\.0 or l"):
+        check_kind(state, "runs/x", is_function)
 
 
 @pytest.mark.parametrize(
