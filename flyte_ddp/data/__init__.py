@@ -6,9 +6,10 @@ import importlib
 from typing import Any
 
 from flyte_ddp.data.mixture import Mixture
+from flyte_ddp.data.packed import Packed
 from flyte_ddp.data.shards import Shards
 
-__all__ = ["Mixture", "Shards", "loader"]
+__all__ = ["Mixture", "Packed", "Shards", "loader"]
 
 
 def __getattr__(name: str) -> Any:

@@ -319,7 +319,7 @@ def _list_entries(
     entries, made = list[Entry](), 0.0
     if known is not None:
         # Files on a disk are compared by time, files in a store by version.
-        made = _mtime(Source((), source.timeout), url) or math.inf
+        made = time_of_change(Source((), source.timeout), url) or math.inf
         for each in map(known.entry, range(len(known))):
             if _is_same(each, files.get(each.name)):
                 entries.append(dataclasses.replace(each, version=files[each.name][1]))
@@ -327,7 +327,7 @@ def _list_entries(
     entries += [Entry(name, -1, *files[name]) for name in files if name not in kept]
     found = []
     for each in entries:
-        if each.name not in kept or _mtime(source, each.name) > made:
+        if each.name not in kept or time_of_change(source, each.name) > made:
             each = dataclasses.replace(each, samples=counts.get(each.name, -1))
         found.append(each)
     return found
@@ -362,7 +362,7 @@ def _is_same(known: Entry, found: tuple[int, str] | None) -> bool:
     return found is not None and known.size == found[0] and known.version in ("", found[1])
 
 
-def _mtime(source: Source, name: str) -> float:
+def time_of_change(source: Source, name: str) -> float:
     """Return the time of change of a file on a disk; 0 for a file in a store."""
     path = source.local_path(name)
     if not path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,3 +107,43 @@ class EpochOrder(Order):
         order = permute(np.arange(count), count, key)
         starts = np.cumsum(self.sizes[order]) - self.sizes[order]
         return starts, (np.cumsum(self.sizes) - self.sizes)[order] - starts
+
+
+class ShardStream(ABC):
+    """A data set whose samples are read from shards, in lanes."""
+
+    lanes: int | None  # None for a number that follows from the batch size and the index
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int: ...
+
+    @abstractmethod
+    def describe_shards(self) -> dict[str, Any]:
+        """Return plain values that distinguish these shards from other shards."""
+
+    @abstractmethod
+    def make_order(self, lanes: int, seed: int, epoch: int, share: float = 1.0) -> EpochOrder:
+        """Return the order of an epoch in `lanes` lanes.
+
+        Args:
+            share: share of these shards in the samples and bytes of open windows.
+        """
+
+    def order(
+        self, global_batch_size: int, seed: int, epoch: int, num_before: int = 0
+    ) -> EpochOrder:
+        """Return the order of an epoch. It does not depend on the epochs of the run before it."""
+        lanes = self.lanes or choose_lanes(global_batch_size, self.num_shards)
+        return self.make_order(lanes, seed, epoch)
+
+    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
+        """Return plain values that decide, with seed and epoch, the order of an epoch."""
+        order = self.order(global_batch_size, seed, 0)
+        return {
+            **self.describe_shards(),
+            "lanes": order.lanes,
+            "window": order.window,
+            ORDER: VERSION,
+            "checksum of the order": order.checksum_next(0),
+        }

@@ -24,8 +24,7 @@ from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.cache import ShardCache, make_directory, reading, version_of_reader
 from flyte_ddp.data.contents import describe_contents
 from flyte_ddp.data.index import OWN_INDEX, ShardIndex, prepare_index, read_index
-from flyte_ddp.data.order import ORDER, EpochOrder, Order, choose_lanes, choose_window
-from flyte_ddp.data.permutation import VERSION
+from flyte_ddp.data.order import EpochOrder, Indices, Order, ShardStream, choose_window
 from flyte_ddp.data.readers import Fields, Read
 from flyte_ddp.data.source import READ_TIMEOUT, Entry, Source
 from flyte_ddp.errors import ConfigError, DataError
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class Shards(ShardStream):
     """Samples in shards: tar files in WebDataset's layout, Parquet, MosaicML's MDS, JSON lines, or
     files for a reader of your own.
 
@@ -174,23 +173,21 @@ class Shards:
     def num_shards(self) -> int:
         return len(self._index)
 
+    @property
+    def shard_sizes(self) -> Indices:
+        """(S,) samples of each shard."""
+        return self._index.samples
+
+    def find_shard(self, shard: int) -> tuple[Source, str, Entry]:
+        """Return the place of the shards, the URL of the index, and a shard's entry there."""
+        index = self.index or self._files.join(OWN_INDEX)
+        return self._files, index, self._index.entry(shard)
+
     def describe_shards(self) -> dict[str, Any]:
-        """Return plain values that distinguish these shards from other shards."""
         return {
             "number of shards": self.num_shards,
             "checksum of the shards": self._index.checksum(),
             **self._contents,
-        }
-
-    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return plain values that decide, with seed and epoch, the order of an epoch."""
-        order = self.order(global_batch_size, seed, 0)
-        return {
-            **self.describe_shards(),
-            "lanes": order.lanes,
-            "window": order.window,
-            ORDER: VERSION,
-            "checksum of the order": order.checksum_next(0),
         }
 
     def continue_order(self, described: Mapping[str, Any]) -> Shards:
@@ -211,22 +208,20 @@ class Shards:
         vars(found)["_index"] = head
         return found
 
-    def order(
-        self, global_batch_size: int, seed: int, epoch: int, num_before: int = 0
+    def make_order(
+        self, lanes: int, seed: int, epoch: int, share: float = 1.0, sizes: Indices | None = None
     ) -> EpochOrder:
-        """Return the order of an epoch. It does not depend on the epochs of the run before it."""
-        lanes = self.lanes or choose_lanes(global_batch_size, self.num_shards)
-        return self.make_order(lanes, seed, epoch)
-
-    def make_order(self, lanes: int, seed: int, epoch: int, share: float = 1.0) -> EpochOrder:
         """Return the order of an epoch in `lanes` lanes.
 
         Args:
             share: share of these shards in the samples and bytes of open windows.
+            sizes: (S,) rows that each shard's samples are packed into; None to order the samples.
         """
-        fits = choose_window(lanes, len(self), self._index.num_bytes)
+        if sizes is None:
+            sizes = self._index.samples
+        fits = choose_window(lanes, int(sizes.sum()), self._index.num_bytes)
         window = self.window or max(1, int(share * fits))
-        return EpochOrder(self._index.samples, seed, epoch, lanes, window)
+        return EpochOrder(sizes, seed, epoch, lanes, window)
 
     def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
         """Return how many samples may be fetched ahead without filling the cache.
@@ -250,7 +245,7 @@ class Shards:
         if not len(sizes):  # an HTTP server sends no lengths, so nothing is fetched ahead
             return 0.0
         num_bytes = int(sizes.mean() * self.num_shards)
-        window = order.window * num_bytes // len(self)
+        window = order.window * num_bytes // order.num_samples
         needed = lanes * (window + 2 * int(sizes.max()))
         needed, limit = min(needed, num_bytes), self._cache.limit * part
         if needed > limit:

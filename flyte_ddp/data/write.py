@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.data.cache import reading
+from flyte_ddp.data.documents import LABELS, TOKENS, measure, name_kind, write_documents
 from flyte_ddp.data.index import OWN_INDEX, prepare_index
 from flyte_ddp.data.offsets import write_offsets
 from flyte_ddp.data.order import Indices
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 # A function that yields number, contents and number of samples of the shards with given numbers.
 Make = Callable[[Sequence[int]], Iterable[tuple[int, bytes, int]]]
+ReadDocuments = Callable[[bytes], Sequence[Mapping[str, Any]]]
 
 
 def draw_order(size: int, *key: int) -> Indices:
@@ -78,8 +81,14 @@ def begin_shards(destination: str, note: Mapping[str, Any]) -> None:
         )
 
 
-def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
+def write_shards(
+    url: str, num_shards: int, suffix: str, make: Make, read: ReadDocuments | None = None
+) -> str:
     """Write the missing shards at `url`, and then the index. Return a description.
+
+    Args:
+        read: function that returns the documents in a shard's contents, to count their tokens; None
+            for shards of other samples.
 
     Raises:
         StorageUnavailable: the store was away for too long, or the disk is full.
@@ -92,13 +101,28 @@ def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
         name = names[number]
         storage.write(name, contents)
         counts[name] = count
+        version = source.version(name, source.info(name))
+        entry = Entry(name, count, len(contents), version)
         if suffix == ".tar":
-            version = source.version(name, source.info(name))
-            entry = Entry(name, count, len(contents), version)
             offsets = find_tar_offsets(contents)
             write_offsets(source.join(OWN_INDEX), entry, offsets, SHORT_TIMEOUT)
+        if read is not None:
+            _count_tokens(source.join(OWN_INDEX), entry, read(contents))
         logger.warning("%s is written, of %d", redact_url(storage.join(name)), num_shards)
     return prepare_index(source, "", None, counts)
+
+
+def _count_tokens(index: str, entry: Entry, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Put the counts of a shard's tokens beside the index. `Packed.prepare` names the document that
+    cannot be counted.
+    """
+    fields: list[str | None] = [None]
+    if documents and LABELS in documents[0]:
+        fields.append(LABELS)
+    with contextlib.suppress(DataError):
+        for labels in fields:
+            found = measure(documents, TOKENS, labels)
+            write_documents(index, entry, name_kind(TOKENS, labels), found, SHORT_TIMEOUT)
 
 
 def encode_mds(rows: NDArray[Any], column: str) -> bytes:
@@ -184,12 +208,25 @@ def write_parquet(
     note = {"source": checksum or checksum_entries(entries), "seed": seed}
     begin_shards(destination, {**note, "shard size": shard_bytes, "held-out share": held_out})
     num_bytes = sum(entry.size for entry in entries)
+    names = [name for name in (TOKENS, LABELS) if name in schema.names]
+    read = None
+    if TOKENS in names:
+        read = functools.partial(_read_lists, names)
     lines = []
     for url, places in sides.items():
         rows = _Rows(source, entries, footers, schema, seed, places)
         rows.num_shards = min(len(places), -(-num_bytes * len(places) // (num_rows * shard_bytes)))
-        lines.append(write_shards(url, rows.num_shards, PARQUET, rows.make))
+        lines.append(write_shards(url, rows.num_shards, PARQUET, rows.make, read))
     return "\n".join(lines)
+
+
+def _read_lists(names: Sequence[str], contents: bytes) -> list[dict[str, Any]]:
+    """Return the rows of some columns of a Parquet file. A list of numbers is an array."""
+    from pyarrow.parquet import read_table
+
+    table = read_table(io.BytesIO(contents), columns=names)
+    columns = [each.to_numpy() for each in table.columns]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _read_footers(source: Source, entries: Sequence[Entry]) -> tuple[list[Any], Any]:

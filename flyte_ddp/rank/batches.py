@@ -33,7 +33,14 @@ from flyte_ddp.rank.data import (
     seed_generators,
 )
 from flyte_ddp.rank.nested import collate
-from flyte_ddp.rank.plan import EpochPlan, Share, as_stream, derived_seed, list_samples
+from flyte_ddp.rank.plan import (
+    EpochPlan,
+    Share,
+    as_counted,
+    as_stream,
+    derived_seed,
+    list_samples,
+)
 from flyte_ddp.rank.snapshot import unchanged
 
 if TYPE_CHECKING:
@@ -234,7 +241,7 @@ class EpochBatches:
             for number, (batch, numbers) in enumerate(loaded):
                 size, num_read = plan.size(number), len(numbers)
                 done += size
-                weight = share.weigh(size)
+                weight = self._weigh(plan, number)
                 if weight and num_read < share.count(size):
                     weight *= num_read / share.count(size)
                 if num_read:
@@ -242,6 +249,18 @@ class EpochBatches:
                 yield batch, weight, done
         except DataError as error:
             raise DataError(message_of(error)) from error
+
+    def _weigh(self, plan: EpochPlan, number: int) -> float:
+        """Return the weight of this rank's mean in the mean over a batch, times the number of
+        shares. It counts targets if the data set has stored their numbers, else samples.
+        """
+        share, size, counted = plan.share, plan.size(number), as_counted(self.dataset)
+        if counted is None:
+            return share.weigh(size)
+        batch = plan.batch(number)
+        own = share.cut(batch)[: share.count(size)]
+        own_targets, num_targets = (counted.count_targets(each.tolist()) for each in (own, batch))
+        return float(own_targets * share.num_shares / num_targets)
 
     def list_samples(self, begin: int, end: int) -> list[int]:
         """Return the samples at places of the epoch's order; for an iterable, the places."""

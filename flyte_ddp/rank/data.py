@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.nested import collate, describe_kind, map_tensors, tensors_in
-from flyte_ddp.rank.plan import as_stream, derived_seed, epoch_order
+from flyte_ddp.rank.plan import as_counted, as_stream, derived_seed, epoch_order
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
@@ -250,7 +250,12 @@ class LoadedSamples:
         """Return how many targets the samples at `indices` have together; None if the loaded
         samples have to be counted.
         """
-        if self.has_own_counts or self.has_own_sizes:
+        if self.has_own_sizes:
+            return None
+        counted = as_counted(self.dataset)
+        if counted is not None:
+            return float(counted.count_targets(indices.tolist()))
+        if self.has_own_counts:
             return None
         return float(len(indices))
 

@@ -271,6 +271,12 @@ def as_stream(dataset: Any) -> Stream | None:
     return dataset if hasattr(dataset, "describe_order") else None
 
 
+def as_counted(dataset: Any) -> Any:
+    """Return `dataset` if it has stored the numbers of its targets, as `Packed` has; else None."""
+    stream = as_stream(dataset)
+    return stream if hasattr(stream, "count_targets") else None
+
+
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of
     every world size.

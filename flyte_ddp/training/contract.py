@@ -30,7 +30,7 @@ from flyte_ddp.rank.data import (
     seed_generators,
 )
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
-from flyte_ddp.rank.plan import as_stream, derived_seed
+from flyte_ddp.rank.plan import as_counted, as_stream, derived_seed
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes
@@ -149,6 +149,7 @@ def check_contract(
     for most in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, train.dataset):
             inputs, targets, num_samples = _read_first(recipe, train, most)
+            _check_stored_counts(recipe, train, targets, most)
             model.train()
             try:
                 outputs = forward(call_model, parallelism, inputs)
@@ -179,6 +180,23 @@ def _read_first(recipe: Recipe, train: Samples, num_samples: int) -> tuple[Any, 
     if train.has_own_sizes or hasattr(train.dataset, "UNREADABLE"):  # some may be left out
         num_samples = count_samples(recipe, inputs, targets)
     return inputs, targets, num_samples
+
+
+def _check_stored_counts(recipe: Recipe, train: Samples, targets: Any, num_samples: int) -> None:
+    """Refuse a recipe that counts other targets than the data set has stored."""
+    counted = as_counted(train.dataset)
+    if counted is None or train.has_own_sizes:
+        return
+    stored = counted.count_targets(range(num_samples))
+    counts = recipe.num_targets(targets)
+    got = num_samples
+    if counts is not None:
+        got = int(counts.sum())
+    if got != stored:
+        raise ConfigError(
+            f"{locate(recipe, 'num_targets')}: expected the {stored} targets that the data set has "
+            f"counted in {num_samples} rows, got {got}: count the labels that are not -100"
+        )
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import flyte_ddp
 from flyte_ddp import flyte2, session
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.data import Mixture, Shards, loader
+from flyte_ddp.data import Mixture, Packed, Shards, loader
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import EpochFinished, Prediction, Reported
 from flyte_ddp.recipes.base import Recipe
@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 # public names that no package lists
 FURTHER = [
     ("flyte_ddp.data.mixture", "Mixture"),
+    ("flyte_ddp.data.packed", "Packed"),
     ("flyte_ddp.data.shards", "Shards"),
     ("flyte_ddp.flyte.prediction", "predict"),
     ("flyte_ddp.flyte.resources", "pod"),
@@ -60,6 +61,7 @@ GIVEN = {
     "Mixture": Mixture,
     "MultiLabel": MultiLabel,
     "PADDING": PADDING,
+    "Packed": Packed,
     "Prediction": Prediction,
     "Recipe": Recipe,
     "Regression": Regression,
@@ -138,7 +140,7 @@ def test_the_collection_is_complete():
     assert {*flyte_ddp.__all__, *flyte_ddp.data.__all__} <= {*names, "session"}
     assert {"challenge", "save", "Recipe.losses"} <= names
     executed = {name for _, name in IN_ONE_PROCESS}
-    assert {"save", "load", "batches", "report", "Mixture", "Recipe", "Shards"} <= executed
+    assert {"save", "load", "report", "Mixture", "Packed", "Recipe", "Shards"} <= executed
 
 
 @pytest.fixture
@@ -146,9 +148,10 @@ def given(tmp_path, monkeypatch):
     """The names that an example may use, in a directory with data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # place of the cache of shards
-    for name in ("train", "code", "web"):
+    for name in ("train", "code", "web", "documents"):
         (tmp_path / name).mkdir()
-        rows = [json.dumps({"pixels": [number, 255], "label": number % 2}) for number in range(64)]
+        fields = {"pixels": [0, 255], "tokens": [5, 6, 7]}
+        rows = [json.dumps({**fields, "label": number % 2}) for number in range(64)]
         (tmp_path / name / "rows.jsonl").write_text("\n".join(rows))
     model = nn.Linear(4, 2)
     data = TensorDataset(torch.randn(100, 4), torch.randint(0, 2, (100,)))

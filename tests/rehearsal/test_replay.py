@@ -178,3 +178,17 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     function.save({"step": 4, "state": {}, "position": position}, 4, best=False)
     function.wait()
     refuse(tmp_path / "function", 6, "got a function's, .* after step 4 .epoch 1, num_samples 8")
+
+
+def test_a_step_of_packed_rows_names_their_documents(tmp_path, capsys):
+    run = new_run(tmp_path, "tests.support.packed_rows.Chats")
+    run.train(2)
+    seen = replay(capsys, run, 4)
+    alone = replay(capsys, run, 4, "--processes", "1")
+    assert len(seen["samples"]) == 6
+    for row in seen["samples"]:
+        assert re.search(r"/train/000\d\.jsonl rows \d+( from token \d+)?(, \d+.*)?$", row["key"])
+    losses = {each["index"]: each["loss"] for each in seen["samples"]}
+    assert {each["index"]: each["loss"] for each in alone["samples"]} == pytest.approx(losses)
+    assert alone["loss"] == pytest.approx(seen["loss"])
+    assert alone["gradient_norm"] == pytest.approx(seen["gradient_norm"], rel=1e-5)
