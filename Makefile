@@ -98,16 +98,13 @@ PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # `make test-long` imports these files only.
 LONG = $(shell grep -rl --include='test_*.py' 'mark\.long' tests | sort)
 
-.PHONY: test test-long test-most test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
+.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
 
 test: $(TESTED)  ## the tests that need nothing but this machine, in twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
 
 test-long: $(TESTED)  ## the next longest tests, in ten minutes: losses, several nodes, outages
 	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow' $(LONG)
-
-test-most: $(TESTED)  ## both, which in one run take less time
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
 test-all: $(TESTED)  ## also these and the slow ones
 	$(BIN)/python -m pytest $(PARALLEL)
