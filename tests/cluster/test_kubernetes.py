@@ -75,6 +75,8 @@ GANG_SETTINGS = [
     {"name": "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED", "value": "False"},
     {"name": "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL", "value": "1s"},
     {"name": "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL", "value": "5s"},
+    {"name": "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "value": "False"},
+    {"name": "DASK_DISTRIBUTED__ADMIN__LOW_LEVEL_LOG_LENGTH", "value": "50"},
     {"name": "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL", "value": "20s"},
 ]
 TLS_SETTINGS = [
