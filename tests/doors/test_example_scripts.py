@@ -25,23 +25,26 @@ SHORT = {
     "lightning_session.py": ["--epochs", "2"],
     "accelerate_session.py": ["--epochs", "2"],
     "hugging_face_session.py": ["--steps", "10"],
+    "lora.py": ["15"],
 }
 PACKAGES = {  # packages of the extra `bench` that single scripts need
     "lightning_digits.py": "lightning",
     "accelerate_digits.py": "accelerate",
     "hugging_face_digits.py": "transformers",
+    "lora.py": "peft",
 }
 
 
-def last_loss(module, script, directory):
+def last_loss(module, script, directory, num_ranks=2, options=None):
     if module == ["flyte_ddp", "run"]:
         module = [*module, "--checkpoints", f"{directory}-checkpoints"]
+    command = [sys.executable, "-m", *module, "--nproc-per-node", str(num_ranks), SCRIPTS / script]
     done = subprocess.run(
-        [sys.executable, "-m", *module, "--nproc-per-node", "2", SCRIPTS / script, *SHORT[script]],
+        [*command, *(options or SHORT[script])],
         cwd=directory,
         env={
             **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         },
@@ -70,6 +73,18 @@ def test_a_script_ends_in_the_same_loss_as_under_torchrun(script, tmp_path):
     theirs = last_loss(["torch.distributed.run", "--max-restarts", "3"], script, tmp_path)
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert list(tmp_path.iterdir()) == []  # no script leaves anything in the working directory
+
+
+@pytest.mark.slow
+def test_a_fine_tuning_with_lora_resumes_exactly_at_another_size(tmp_path):
+    pytest.importorskip("peft")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    run = ["flyte_ddp", "run"]
+    whole = last_loss(run, "lora.py", tmp_path / "whole")
+    last_loss(run, "lora.py", tmp_path / "parts", 3, ["5"])
+    parts = last_loss(run, "lora.py", tmp_path / "parts", 1)
+    assert parts == pytest.approx(whole, rel=1e-4)
 
 
 def test_every_script_is_tested_and_says_how_it_is_started():
