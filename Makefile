@@ -130,8 +130,9 @@ test-gpu: $(TESTED)  ## the tests that need a GPU
 test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest --durations=0 --durations-min=5 tests/outside/kubernetes
 
-drills: $(TESTED)  ## measure on the cluster of test-kubernetes what queues, evictions and fillers cost; takes half an hour; needs FLYTE_DDP_TEST_BUILDER, and Go to build Kueue
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -s tests/outside/kubernetes/drill_queue.py tests/outside/kubernetes/drill_filler.py
+drills: $(TESTED)  ## measure on the cluster of test-kubernetes what queues, evictions and fillers cost, and which nodes are named; takes an hour; needs FLYTE_DDP_TEST_BUILDER, and Go to build Kueue
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -s tests/outside/kubernetes/drill_queue.py tests/outside/kubernetes/drill_filler.py \
+	  tests/outside/kubernetes/drill_nodes.py
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP tests/outside/flyte

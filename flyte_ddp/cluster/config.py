@@ -267,6 +267,13 @@ class ClusterConfig:
     grow_interval: float = field(
         300.0, minimum=0, unit="seconds", help="between two growths, at least"
     )
+    check_nodes: str = field(
+        "auto",
+        choices=("auto", "always", "never"),
+        help="measure cores, memory, disk and network of the nodes while the ranks import; a node "
+        "below 0.7 of the median is named, and left out or replaced where that is possible; auto: "
+        "on Kubernetes",
+    )
     scheduler_address: str = field(
         "",
         help="of kind existing, such as tcp://10.0.0.7:8786; by default that in "
@@ -303,6 +310,20 @@ class ClusterConfig:
     @property
     def ranks_per_node(self) -> int:
         return self.processes_per_node or self.gpus_per_node or 1
+
+    @property
+    def checks_nodes(self) -> bool:
+        """Whether the nodes of a gang are checked."""
+        if self.check_nodes == "auto":
+            return self.resolved_kind == "kubernetes"
+        return self.check_nodes == "always"
+
+    @property
+    def pool(self) -> str:
+        """The kind of nodes that workers are placed on, as text."""
+        selector = self.kubernetes.pod_template.get("nodeSelector") or {}
+        labels = [f"{name}={value}" for name, value in sorted(selector.items())]
+        return ",".join([*labels, f"{self.gpus_per_node} GPUs"])
 
     @property
     def enough_nodes(self) -> int:

@@ -406,6 +406,30 @@ class StragglersFound(Timed):
 
 
 @dataclass(frozen=True)
+class SlowNode:
+    """A node that is slower than the others, by the node check."""
+
+    node: int  # position among the nodes
+    label: str  # name for people
+    probe: str  # cores, memory, disk or network; cores and memory with the model of the CPU
+    rate: float  # operations or bytes per second
+    median: float  # median rate of the nodes; of two nodes the stored rate
+
+    def __str__(self) -> str:
+        return (
+            f"{self.label} is slow: {self.probe} at {1e-6 * self.rate:,.0f} M/s, "
+            f"{self.rate / self.median:.2f} of the median"
+        )
+
+
+@dataclass(frozen=True)
+class NodesFoundSlow(Timed):
+    """The node check has found slow nodes. The launcher emits it."""
+
+    nodes: list[SlowNode]
+
+
+@dataclass(frozen=True)
 class BadSample:
     """A training sample of a bad step."""
 
@@ -495,6 +519,7 @@ Event = (
     | CheckpointWritten
     | RunFinished
     | StragglersFound
+    | NodesFoundSlow
     | StepFoundBad
     | NodeMeasured
     | PictureShown

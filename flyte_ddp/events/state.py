@@ -24,6 +24,7 @@ from flyte_ddp.events.kinds import (
     Listener,
     NodeMeasured,
     NodesAwaited,
+    NodesFoundSlow,
     PictureShown,
     PredictionsMade,
     RankReported,
@@ -41,6 +42,7 @@ MAX_PICTURES = 50  # pictures of a run that are kept
 # fields of `RunState` with the newest event of a class
 NEWEST: dict[type, str] = {
     NodesAwaited: "awaited",
+    NodesFoundSlow: "slow_nodes",
     AttemptEnded: "ended",
     RunStarted: "started",
     CheckpointLoaded: "loaded",
@@ -93,6 +95,7 @@ class RunState(Listener):
     # runs and only the epochs matter.
     keep_reports: bool = True
     awaited: NodesAwaited | None = None  # reason of the current wait; None while ranks run
+    slow_nodes: NodesFoundSlow | None = None  # slow nodes that were found last
     ended: AttemptEnded | None = None  # the newest end of an attempt
     started: RunStarted | None = None  # the newest start of the ranks
     # result of the search for a checkpoint in this attempt; None before, or without a search

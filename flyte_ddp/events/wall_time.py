@@ -20,6 +20,7 @@ NOT_BOOKED = (
     kinds.PredictionsMade,
     kinds.CheckpointWritten,
     kinds.StragglersFound,
+    kinds.NodesFoundSlow,
     kinds.StepFoundBad,
     kinds.RankReported,
     kinds.NodeMeasured,

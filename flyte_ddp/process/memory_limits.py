@@ -7,8 +7,9 @@ Reads cgroups of version 2. The agent and the ranks use this module. Imports no 
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
+
+from flyte_ddp.process.cgroups import find_cgroups
 
 SPARE_BYTES = 256 << 20  # memory that stays free
 UNLIMITED = 1 << 62  # bytes
@@ -27,7 +28,8 @@ def memory_use() -> tuple[int, int]:
     import psutil  # type: ignore[import-untyped]
 
     machine = psutil.virtual_memory()
-    known = [(machine.total - machine.available, machine.total), *map(use_of, memory_cgroups())]
+    groups = find_cgroups("memory")
+    known = [(machine.total - machine.available, machine.total), *map(use_of, groups)]
     return min(known, key=lambda each: each[1] - each[0])
 
 
@@ -47,29 +49,10 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     the number is unknown.
     """
     kills = 0
-    for cgroup in memory_cgroups(root):
+    for cgroup in find_cgroups("memory", root):
         with contextlib.suppress(OSError, ValueError):
             kills += _counter(cgroup / "memory.events", "oom_kill")
     return kills
-
-
-def memory_cgroups(root: Path = Path("/")) -> set[Path]:
-    """Return the directories of this process's cgroup and of the root of the mounted cgroups. A
-    container may see the root as its own cgroup.
-    """
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-    except OSError:  # this system is not Linux
-        return set()
-    own = [line.removeprefix("0::") for line in groups if line.startswith("0::")]
-    found = set()
-    for _, _, _, mounted, point, *_, kind, _, _ in mounts:
-        if kind == "cgroup2":
-            directory = root / point.lstrip("/")
-            below = [os.path.relpath(path, mounted) for path in own]
-            found |= {directory, *(directory / each for each in below if not each.startswith(".."))}
-    return found
 
 
 def _counter(file: Path, name: str) -> int:

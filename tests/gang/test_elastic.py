@@ -153,6 +153,7 @@ class Present:
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
     unprepared: tuple = ()
+    slow: tuple = ()
 
     def present_workers(self, leave_out=(), present=()):
         every = [
@@ -160,6 +161,7 @@ class Present:
                 worker(name, "10.0.0.1", self.gpus),
                 is_busy=name in self.busy,
                 has_agent=name not in self.unprepared,
+                is_slow=name in self.slow,
             )
             for name in self.names
         ]
@@ -205,6 +207,8 @@ def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
     assert [seen(140), seen(169), seen(170)] == [0, 0, 2]
     present.busy = ("w-2",)
     assert seen(171) == 0
+    present.busy, present.slow = (), ("w-2",)
+    assert seen(172) == 0
     seen = watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)
     assert [seen(149), seen(150)] == [0, 2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import At, events_of, front_of, start_scheduler
-from tests.support.promises import NUM_STEPS, count
+from tests.support.promises import NUM_STEPS, count, wait_for_order
 from tests.support.runs import REPOSITORY, new_run
 
 RECIPE = "tests.support.promises.Steady"
@@ -51,6 +52,10 @@ def pair(start_worker, scheduler):
 
 
 def program_of(kind, faults=""):
+    if kind == "patient":
+        return Program(
+            "wait", cloudpickle.dumps(FunctionCall(wait_for_order, (faults,))), ("tests",)
+        )
     if kind == "function":
         return Program("count", cloudpickle.dumps(FunctionCall(count, (faults,))), ("tests",))
     config = {**STEADY, "parallel": kind, "recipe_options": {"faults": faults}}
@@ -142,6 +147,60 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
         )
     assert nannies[1].wait() == 0
     assert nannies[0].poll() is None
+
+
+@contextlib.contextmanager
+def on_one_core():
+    """What the block starts runs on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="half of one core is one core")
+def test_a_node_with_half_the_cores_is_named_and_left_out(
+    start_worker, scheduler, tmp_path, forked_functions
+):
+    start_worker(scheduler, "node-0")
+    with on_one_core():
+        start_worker(scheduler, "node-1")
+    start_worker(scheduler, "node-2")
+    config = ClusterConfig(
+        kind="existing",
+        scheduler_address=scheduler,
+        num_nodes=3,
+        min_nodes=2,
+        node_timeout=30,
+        grow_delay=0,
+        grow_interval=0,
+        check_nodes="always",
+    )
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    wait = faults / "9-kill-1000"  # no rank has this number
+    wait.touch()
+
+    class Finish(events.Listener):
+        """Lets the run go on for some steps after the node has left."""
+
+        def handle(self, event, state):
+            if state.num_starts == 2 and isinstance(event, events.Reported):
+                wait.unlink(missing_ok=True)
+
+    run = train(tmp_path, program_of("patient", str(faults)), config, listeners=[Finish()])
+    (found,) = events_of(run, events.NodesFoundSlow)
+    assert [each.label.split(" at ")[0] for each in found.nodes] == ["node 1 (node-1"]
+    assert [each.probe.split(" ")[0] for each in found.nodes] == ["cores"]
+    assert found.nodes[0].rate < 0.7 * found.nodes[0].median
+    assert [each.num_nodes for each in events_of(run, events.RunStarted)] == [3, 2]
+    (ended,) = events_of(run, events.AttemptEnded)
+    assert ended.num_leaving == 1
+    assert ended.reason.startswith("node 1 (node-1 at ")
+    assert events_of(run, events.CheckpointLoaded)[-1].step == ended.step
 
 
 @pytest.mark.slow

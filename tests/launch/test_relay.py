@@ -142,6 +142,7 @@ def test_a_worker_that_has_just_ended_an_attempt_is_not_asked_again(monkeypatch)
         return {
             each: {
                 "host": each,
+                "machine": "",
                 "num_cores": 2,
                 "gpus": (),
                 "has_plugin": False,

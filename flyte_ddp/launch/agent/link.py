@@ -15,6 +15,7 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.launch.protocol.messages import (
     Beat,
+    Check,
     Emitted,
     End,
     Inspect,
@@ -35,6 +36,8 @@ class Link:
     stop: StopRequest = field(default_factory=StopRequest)
     beat: Beat = field(default_factory=Beat)
     question: Inspect | Profile | None = None  # question that the ranks have not got yet
+    # begins to measure the machine; None where nobody asks for that
+    check: Callable[[Check], None] | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
     _previous: Any = None  # the latest command
     _lines: list[str] = field(default_factory=list)
@@ -56,6 +59,8 @@ class Link:
                 self.stop.revise(reason, seconds)
             case Inspect() | Profile():
                 self.question = command
+            case Check() if self.check:
+                self.check(command)
             case Kill():
                 self.kill_ranks("the driver ended the attempt")
         self._bell.send_bytes(b"-")

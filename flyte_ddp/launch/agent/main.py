@@ -31,6 +31,7 @@ from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
+from flyte_ddp.launch.agent.node_check import NodeProbes, own_address
 from flyte_ddp.launch.agent.rank_start import start_rank, start_server
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.protocol.messages import (
@@ -115,7 +116,7 @@ def main() -> None:
         queue.SimpleQueue()
     )
     memory = NodeMemory()
-    start_thread("commands", _listen, connection, attempts.put)
+    start_thread("commands", _listen, connection, directory, attempts.put)
     idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
         while True:
@@ -136,6 +137,7 @@ def main() -> None:
 
 def _listen(
     connection: Connection,
+    directory: Path,
     begin: Callable[[tuple[NodeJob, DriverLink | None, socket.socket | None]], None],
 ) -> None:
     """Begin an attempt for each job, and pass on the commands that follow it."""
@@ -150,6 +152,9 @@ def _listen(
                 if message.ranks.first_rank == 0:
                     listener = socket.socket(fileno=recv_handle(connection))
                 link = DriverLink(connection, message.driver_timeout, message.prints_lines)
+                ranks = message.ranks
+                probes = NodeProbes(directory, ranks.node_rank, ranks.host, link.send)
+                link.check = probes.begin
                 begin((message, link, listener))
             elif link:
                 link.obey(message)
@@ -209,10 +214,7 @@ def interface_to(host: str) -> str:
     """
     import psutil  # type: ignore[import-untyped]
 
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: it only asks the routing table
-        own = probe.getsockname()[0]
+    own = own_address(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
             return str(name)

@@ -18,6 +18,7 @@ from flyte_ddp.errors import NodeLost, TrainingStopped, first_line
 from flyte_ddp.launch.control.causes import Failure, find_cause
 from flyte_ddp.launch.control.gang_failures import Failures
 from flyte_ddp.launch.control.inspection import Inspection
+from flyte_ddp.launch.control.node_check import NodeCheck
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.paces import PaceWatch
 from flyte_ddp.launch.control.states import (
@@ -36,6 +37,7 @@ from flyte_ddp.launch.control.states import (
 )
 from flyte_ddp.launch.protocol.messages import (
     Beat,
+    Checked,
     Emitted,
     End,
     Failed,
@@ -75,6 +77,7 @@ class Attempt:
         self.paces = PaceWatch(self.nodes.world_size, self.emit)
         self.inspection = Inspection(self.nodes, self.relay)
         self.failures = Failures(self.nodes.nodes)
+        self.check = NodeCheck(self.nodes, self.emit)
 
     def train(self, job: Job, num_restarts: int) -> bool:
         """Run the gang to its end. After that, no rank runs on a node that can be reached.
@@ -115,9 +118,26 @@ class Attempt:
             stall = self.inspection.look(program)
             if stall:
                 self.failures.add(stall)
+            if not self.inspection.is_asking:
+                self.check.look()
+            self._leave_slow_nodes(program)
         state = next_state(self.state, self._facts(program))
         if state != self.state:
             self._enter(state)
+
+    def _leave_slow_nodes(self, program: Program) -> None:
+        """Let slow nodes leave as soon as the ranks can save their state, if there are others in
+        their place, or enough without them.
+        """
+        slow = [node for node in self.nodes.nodes if node.is_slow]
+        if not slow or self.departures or not self.nodes.can_do_without_leaving:
+            return
+        if not self.nodes.larger and time.monotonic() < self.check.replaced_by:
+            return
+        if any(node.beat.is_stoppable for node in self.nodes.nodes):
+            for node in slow:
+                seconds, now = program.needs.store_timeout, time.monotonic()
+                node.departure = Departure.announce(str(node), seconds, now)
 
     def _facts(self, program: Program) -> Facts:
         nodes = self.nodes.nodes
@@ -211,6 +231,8 @@ class Attempt:
                     self._note_failure(node, failure)
                 case Inspected():
                     self.inspection.take(node, message)
+                case Checked():
+                    self.check.take(node, message)
                 case Profiled():
                     self.inspection.take_profile(message)
                 case End() if node.outcome is None:

@@ -48,6 +48,11 @@ class Inspection:
     _asked_at: float = 0.0  # monotonic; 0 when there is no open question
     _answers: dict[int, list[InspectedRank]] = field(default_factory=dict)  # answers by node
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a question to the agents is open."""
+        return self._asked_at > 0
+
     def look(self, program: Program) -> RankFailure | None:
         """Ask the agents about ranks that may stand still, or for a user. Return the failure once
         it is certain, and None until then.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flyte_ddp.launch.control.reference import Reference
 from flyte_ddp.launch.control.states import Departure
 from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
 from flyte_ddp.launch.protocol.programs import Job
@@ -22,6 +23,8 @@ class Node:
     departure: Departure | None = None  # announcement that it goes away
     end: End | None = None  # the end of its ranks; None while they may run
     is_silent: bool = False  # lost without a report of its end
+    # slower than the others, by the node check: the gang goes on without it when it can
+    is_slow: bool = False
 
     @property
     def outcome(self) -> Outcome | None:
@@ -40,6 +43,7 @@ class Nodes:
     nodes: Sequence[Node]  # nodes in the order of their ranks
     world_size: int  # number of ranks
     namespace: str = ""  # namespace of the workers' pods; "" if they have none
+    reference: Reference | None = None  # the check of the nodes uses it; None: no check
 
     @property
     def larger(self) -> int:
@@ -48,11 +52,13 @@ class Nodes:
 
     @property
     def can_do_without_leaving(self) -> bool:
-        """True if enough other nodes are there to start the next attempt now."""
+        """True if enough nodes that neither leave nor are slow are there to start the next attempt
+        now.
+        """
         return False
 
     def replace_leaving(self) -> None:
-        """Look for nodes that replace the leaving ones."""
+        """Look for nodes that replace the leaving and the slow ones."""
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""

@@ -11,6 +11,7 @@ class here, a line in the table, and a `case` where it arrives.
 | `Stop`      | driver, agent | agent, rank   | ranks have to save their state and end             |
 | `Inspect`   | driver, agent | agent, rank   | where is each rank? Nothing moves, or a user asks  |
 | `Profile`   | driver, agent | agent, rank   | a user asks for a profile of a rank's next steps   |
+| `Check`     | driver        | agent         | a gang begins that has a node of unknown speed     |
 | `Kill`      | driver        | agent         | ranks have to end at once                          |
 | `Leaving`   | Dask worker   | driver        | its machine goes away                              |
 | `Beat`      | agent         | driver        | every second, and when one of its `news` changes   |
@@ -19,6 +20,7 @@ class here, a line in the table, and a `case` where it arrives.
 | `Failed`    | agent         | driver        | a rank failed, or the agent cannot run its ranks   |
 | `Inspected` | agent         | driver        | answers `Inspect`                                  |
 | `Profiled`  | rank, agent   | agent, driver | answers `Profile`, once its files are in the store |
+| `Checked`   | agent         | driver        | answers `Check`                                    |
 | `End`       | agent         | driver        | last: all processes of its ranks are gone          |
 | `Prepared`  | agent         | rank          | the data are there                                 |
 | `Entered`   | rank          | agent         | answers `Inspect`, once its stacks are written     |
@@ -162,6 +164,16 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Measure the machine, and how fast the bytes of its neighbours arrive."""
+
+    number: int  # number of the question
+    is_machine: bool  # measure cores, memory and disk
+    # where each node serves bytes, in the order of the nodes; empty: fetch none
+    addresses: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Kill:
     """End at once."""
 
@@ -260,6 +272,18 @@ class Profiled:
     id: str = ""  # identifies the request
     files: list[str] = field(default_factory=list)  # names in its place
     problem: str = ""  # why there are fewer files than asked for; one line
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The speed of a node."""
+
+    number: int  # number of the question
+    rates: dict[str, float]  # operations or bytes per second, by the name of the probe
+    links: dict[int, float]  # bytes per second from other nodes, by their index
+    problems: list[str]  # a line for each probe that failed
+    address: tuple[str, int]  # where this node serves bytes
+    model: str  # model of its CPU
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,8 @@ class Report(Page):
         if state.awaited:
             notices.append(f"Waiting for nodes. {state.awaited.reason}")
         notices += [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
+        if state.slow_nodes:
+            notices += map(str, state.slow_nodes.nodes)
         notices += map(str, state.bad_steps[-MAX_NOTICES:])
         notices += loaded.skipped[-MAX_NOTICES:] if loaded else []
         if loaded and loaded.url:

@@ -50,6 +50,7 @@ CONFIGS = {
     "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "drained": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "headless": SEES_NO_CHECKPOINT,
+    "halved": {"epochs": 4},  # a pod starts anew meanwhile
     "unannounced": {"memory_interval": 2, **SEES_NO_CHECKPOINT},
 }
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
@@ -389,6 +390,37 @@ def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
     ]
     assert steps == ALL_STEPS[shrunk["step"] :], "the growth lost or redid a step"
     torch.testing.assert_close(store.state("cut-off"), finished_run("Tiny", 2, **CONFIG).state())
+
+
+def limit_cores(namespace: Namespace, cluster: str, cores: str) -> None:
+    """Give one of a cluster's workers this limit, with which its pod starts anew."""
+    selector = f"dask.org/cluster-name={cluster},dask.org/component=worker"
+    deployment = namespace.items("deployments", selector)[0]["metadata"]["name"]
+    resources = {"limits": {"cpu": cores}, "requests": {"cpu": cores}}
+    pod = {"containers": [{"name": "worker", "resources": resources}]}
+    # The old pod ends first: both workers have the same name.
+    strategy = {"type": "Recreate", "rollingUpdate": None}
+    patch = {"spec": {"strategy": strategy, "template": {"spec": pod}}}
+    namespace.kubectl("patch", "deployment", deployment, "--patch", json.dumps(patch))
+
+
+def test_a_worker_with_half_the_cores_is_named_and_left_out(
+    start: Callable[..., Driver], namespace: Namespace
+) -> None:
+    elastic = {"min_nodes": 1, "grow_delay": 1, "grow_interval": 0, "node_timeout": PATIENT}
+    driver = start("halved", "halved", recipe=WITHOUT_DROPOUT, alone_seconds="0.8", **elastic)
+    driver.wait_for(log="none of 2 nodes is slow")
+    (cluster,) = namespace.clusters()
+    limit_cores(namespace, cluster, "300m")
+    found = driver.wait_for(run="halved", event="NodesFoundSlow")
+    (slow,) = found["nodes"]
+    assert slow["probe"].startswith("cores")
+    assert 0.4 < slow["rate"] / slow["median"] < 0.7
+    driver.succeeded()
+    assert driver.world_sizes("halved") == [2, 1, 2, 1]
+    assert driver.losses_of_gang() == []
+    steps = driver.steps("halved")
+    assert steps == sorted(set(steps)), "a step was done again"
 
 
 def test_a_drained_scheduler_costs_no_step_and_a_deleted_driver_leaves_a_checkpoint_and_no_cluster(

@@ -28,6 +28,8 @@ class Worker:
     shares_host: bool = False  # other workers use its host, and perhaps its GPUs
     # An agent of this run waits here: its memory may have a state, or it has prepared for ranks.
     has_agent: bool = False
+    machine: str = ""  # name of its Kubernetes node; "" elsewhere
+    is_slow: bool = False  # slower than others, by a node check of this run
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,6 +42,7 @@ class DaskNode(Node):
     ranks: NodeRanks
     environment: dict[str, str]
     has_plugin: bool
+    machine: str = ""  # name of its Kubernetes node; "" elsewhere
     last_message_at: float = 0.0  # monotonic
     is_admitted: bool = False  # the worker has taken its job
     is_started: bool = False  # the agent has sent a message
@@ -52,9 +55,9 @@ def assign_nodes(
     """Return `num_nodes` of the workers as nodes, with their ranks. The place where the ranks meet
     is still open.
 
-    Workers with an agent are chosen first. Workers on one host are neighbours, so their ranks are
-    neighbours too. Hosts and workers are sorted by the workers' names. So a node that comes back
-    elsewhere gets its ranks back.
+    Workers with an agent are chosen first, slow ones last. Workers on one host are neighbours, so
+    their ranks are neighbours too. Hosts and workers are sorted by the workers' names. So a node
+    that comes back elsewhere gets its ranks back.
 
     Raises:
         ConfigError: a worker has fewer GPUs than its node needs.
@@ -66,7 +69,7 @@ def assign_nodes(
     ordered = sorted(
         workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name))
     )
-    first = sorted(ordered, key=lambda each: not each.has_agent)[:num_nodes]
+    first = sorted(ordered, key=lambda each: (each.is_slow, not each.has_agent))[:num_nodes]
     addresses = {each.address for each in first}
     chosen = [each for each in ordered if each.address in addresses]
     by_host: dict[str, list[Worker]] = {}
@@ -98,6 +101,8 @@ def assign_nodes(
                 ranks=ranks,
                 environment=environment,
                 has_plugin=each.has_plugin,
+                machine=each.machine,
+                is_slow=each.is_slow,
             )
         )
     return nodes

@@ -34,6 +34,8 @@ class WorkerDiscovery:
     unfit: dict[str, str] = field(default_factory=dict)
     # what each worker has answered, by its identity
     _facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # slow workers, and names of the Kubernetes nodes that they are on
+    slow: set[str] = field(default_factory=set)
 
     def present_workers(
         self, leave_out: Collection[str] = (), present: Collection[str] = ()
@@ -65,7 +67,13 @@ class WorkerDiscovery:
                 self._facts[listed[address][1]] = answer | {"has_plugin": True, "has_agent": True}
         num_on_host = Counter(each["host"] for each in found.values())
         return [
-            Worker(address, names[address], shares_host=num_on_host[each["host"]] > 1, **each)
+            Worker(
+                address,
+                names[address],
+                shares_host=num_on_host[each["host"]] > 1,
+                is_slow=not self.slow.isdisjoint((address, each["machine"])),
+                **each,
+            )
             for address, each in found.items()
         ]
 

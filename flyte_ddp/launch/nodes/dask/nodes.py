@@ -30,6 +30,7 @@ from flyte_ddp.cluster.kubernetes.api import pod_end, target_namespace
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.control.nodes import Node, Nodes
+from flyte_ddp.launch.control.reference import Reference
 from flyte_ddp.launch.nodes.dask import relay, worker
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.nodes.dask.calls import (
@@ -72,6 +73,7 @@ class DaskNodes(Nodes):
     # Returns the job of each node in an attempt, given the number of restarts before the attempt.
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: ScaleUpWatch  # the watch for a larger gang
+    reference: Reference | None = None
 
     _began_at: float = 0.0  # seconds since the epoch
     _name: str = ""  # name of the attempt and of the topic of its messages
@@ -101,13 +103,16 @@ class DaskNodes(Nodes):
         return {node.address for node in self.nodes if node.is_confirmed and not node.departure}
 
     def replace_leaving(self) -> None:
-        self.growth.replace(frozenset(node.address for node in self.nodes if node.departure))
+        leaving = [node.address for node in self.nodes if node.departure or node.is_slow]
+        self.growth.replace(frozenset(leaving))
 
     @property
     def can_do_without_leaving(self) -> bool:
         """See `Nodes`. If all leave, as with their scheduler, there is nothing to wait for."""
-        num_staying = sum(node.departure is None for node in self.nodes)
-        return num_staying >= self.growth.sizes[-1] or bool(self.growth.members) or not num_staying
+        num_staying = sum(not (node.departure or node.is_slow) for node in self.nodes)
+        if not num_staying:
+            return any(node.departure for node in self.nodes)
+        return num_staying >= self.growth.sizes[-1] or bool(self.growth.members)
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their agents."""

@@ -23,6 +23,7 @@ from flyte_ddp.cluster.connect import closing, connect
 from flyte_ddp.cluster.kubernetes.api import count_waiting, explain
 from flyte_ddp.config.waits import BEAT_INTERVAL, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
+from flyte_ddp.launch.control.reference import Reference
 from flyte_ddp.launch.nodes.dask import relay, worker
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.calls import (
@@ -66,6 +67,7 @@ class DaskPlace:
     _checked: set[str] = field(default_factory=set)
     _explain_at: float = 0.0  # monotonic: when to look again what missing workers wait for
     _reason: str = ""  # reason that the last look found
+    _measured: set[str] = field(default_factory=set)  # addresses of workers that were checked
     _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
     _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # our own clients
 
@@ -116,6 +118,9 @@ class DaskPlace:
         self._latest = DaskNodes(
             run.name, self._code, self.client, self.config, nodes, make_jobs, growth
         )
+        self._latest.reference = self._find_reference(run, nodes)
+        if any(node.is_slow for node in nodes):
+            self._latest.replace_leaving()
         return self._latest
 
     def close(self, run: Run) -> None:
@@ -129,6 +134,17 @@ class DaskPlace:
         elif self._data:
             self._data.close()
         self._clients.close()
+
+    def _find_reference(self, run: Run, nodes: Sequence[DaskNode]) -> Reference | None:
+        """Return the reference for the check of the nodes; None if they are not to be checked."""
+        addresses = {node.address for node in nodes}
+        if not self.config.checks_nodes or len(nodes) < 2 or addresses <= self._measured:
+            return None
+        self._measured |= addresses
+        url = ""
+        if run.job.is_kept and not run.job.output:
+            url = run.job.checkpoints
+        return Reference(url, self.config.pool)
 
     def _is_connected(self) -> bool:
         """Return whether the scheduler answers. If it is another scheduler, connect a new client,
@@ -163,10 +179,13 @@ class DaskPlace:
         if previous.failure is None and not previous.is_announced:
             self._grown_at = time.monotonic()
         nodes = self._latest.nodes
-        leaving = {node.address for node in nodes if node.departure}
+        leaving = {node.address for node in nodes if node.departure and not node.is_slow}
         # A worker that is just closing does not answer.
         self._discovery.unfit |= dict.fromkeys(leaving, "it leaves")
-        return {*(self._latest.growth.members or (node.address for node in nodes))} - leaving
+        slow = {name for node in nodes if node.is_slow for name in (node.address, node.machine)}
+        self._discovery.slow |= slow - {""}
+        left = {node.address for node in nodes if node.departure}
+        return {*(self._latest.growth.members or (node.address for node in nodes))} - left
 
     def _wait_for_workers(
         self, run: Run, previous: AttemptEnd | None, sizes: Sequence[int]

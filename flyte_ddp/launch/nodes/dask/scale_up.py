@@ -132,4 +132,4 @@ class ScaleUpWatch:
                 f"worker {each.name}",
             )
             return False
-        return not each.is_busy
+        return not (each.is_busy or each.is_slow)

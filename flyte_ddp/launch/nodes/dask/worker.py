@@ -35,7 +35,7 @@ from distributed.comm import get_address_host
 from flyte_ddp.launch.nodes.dask.preemption import announce_departures, is_leaving
 from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
-from flyte_ddp.process.devices import visible_gpus
+from flyte_ddp.process.devices import NODE_VARIABLE, visible_gpus
 from flyte_ddp.process.temporary_directories import take_files
 
 NODE = "flyte_ddp.launch.agent.main"  # a name: the worker may lack the module
@@ -335,6 +335,7 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
     found = dask_worker.plugins.get(plugin)
     return {
         "host": get_address_host(dask_worker.address),
+        "machine": os.environ.get(NODE_VARIABLE, ""),
         "num_cores": CPU_COUNT,
         "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,

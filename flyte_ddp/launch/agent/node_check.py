@@ -1,0 +1,170 @@
+"""The agent's part of a node check: measure this machine beside the imports of its ranks, and fetch
+bytes from its neighbours. Decides nothing: the driver compares the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.launch.agent.probes import RateMeter
+from flyte_ddp.launch.protocol.messages import Check, Checked
+from flyte_ddp.process.threads import start_thread
+
+PROBES = "flyte_ddp.launch.agent.probes"
+MACHINE_SECONDS = 15.0  # until the process of the probes is killed; a busy machine needs some
+FETCH_SECONDS = 1.5  # time to fetch bytes, from all neighbours together
+FETCH_BYTES = 64 << 20
+SERVE_SECONDS = 120.0  # without a caller, after which this node serves no more bytes
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+@dataclass(eq=False)
+class NodeProbes:
+    """The probes of this machine in one attempt."""
+
+    directory: Path  # a directory on the disk that is measured
+    index: int  # position of this node among the nodes
+    host: str  # a host that this node reaches as it reaches the other nodes
+    send: Callable[[Any], None]
+    _address: tuple[str, int] = field(default=("", 0))
+
+    def begin(self, check: Check) -> None:
+        """Measure what is asked for in a thread, which sends the rates."""
+        start_thread("node check", self._answer, check)
+
+    def _answer(self, check: Check) -> None:
+        rates: dict[str, float] = {}
+        links: dict[int, float] = {}
+        problems: list[str] = []
+        neighbours: set[int] = set()
+        count = len(check.addresses)
+        if count:
+            neighbours = {(self.index + step) % count for step in (-1, 1)} - {self.index}
+        try:
+            if check.is_machine:
+                rates, problems = measure_machine(self.directory)
+            if not self._address[1]:
+                self._address = start_serving(self.host)
+            for each in neighbours:
+                share = FETCH_BYTES // len(neighbours), FETCH_SECONDS / len(neighbours)
+                links[each] = fetch(check.addresses[each], *share)
+        except Exception as error:  # a failed measurement must not end the ranks
+            problems.append(f"{type(error).__name__}: {error}")
+        self.send(Checked(check.number, rates, links, problems, self._address, cpu_model()))
+
+
+def measure_machine(
+    directory: Path, max_seconds: float = MACHINE_SECONDS
+) -> tuple[dict[str, float], list[str]]:
+    """Return the rates of this machine by the names of the probes, and the problems of probes. A
+    probe that was cut off has the rate of its last report.
+    """
+    rates: dict[str, float] = {}
+    problems: list[str] = []
+    process = subprocess.Popen(
+        [sys.executable, "-m", PROBES, str(directory)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            **ONE_THREAD,
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            "PYTHONSAFEPATH": "1",
+        },
+    )
+    assert process.stdout is not None  # because of PIPE
+
+    def read() -> None:
+        for line in process.stdout or ():
+            name, rate, problem = json.loads(line)
+            if problem:
+                problems.append(f"{name}: {problem}")
+            else:
+                rates[name] = max(rate, rates.get(name, 0.0))
+
+    reader = start_thread("probes", read)
+    reader.join(max_seconds)
+    process.kill()
+    # A process that hangs in the kernel ends later.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    if not rates and not problems:
+        problems.append(f"machine: no rate within {max_seconds:g} s")
+    return dict(rates), list(dict.fromkeys(problems))
+
+
+def start_serving(host: str) -> tuple[str, int]:
+    """Serve bytes to neighbours from threads, for as long as any come. Return the address at which
+    they reach this node, which reaches `host` from there.
+    """
+    server = socket.create_server((own_address(host), 0), family=_family(host))
+    server.settimeout(SERVE_SECONDS)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), server:
+            while True:
+                connection, _ = server.accept()
+                start_thread("serve bytes", _send_bytes, connection)
+
+    start_thread("serve", serve)
+    address = server.getsockname()
+    return str(address[0]), int(address[1])
+
+
+def _send_bytes(connection: socket.socket) -> None:
+    block, count = bytes(1 << 20), 0
+    connection.settimeout(FETCH_SECONDS)
+    with contextlib.suppress(OSError), connection:  # the neighbour has enough
+        while count < FETCH_BYTES:
+            connection.sendall(block)
+            count += len(block)
+
+
+def fetch(address: tuple[str, int], max_bytes: int, max_seconds: float) -> float:
+    """Return the bytes per second that arrive from a neighbour. Raises OSError if none arrives."""
+    meter, buffer = RateMeter(), bytearray(1 << 18)
+    ends_at = time.monotonic() + max_seconds
+    with socket.create_connection(address, timeout=max_seconds) as connection:
+        while meter.amount < max_bytes:
+            connection.settimeout(max(1e-3, ends_at - time.monotonic()))
+            try:
+                count = connection.recv_into(buffer)
+            except TimeoutError:
+                break
+            if not count or time.monotonic() > ends_at:
+                break
+            meter.add(count)
+    if not meter.amount:
+        raise OSError(f"no byte from {address[0]} within {max_seconds:g} s")
+    return meter.rate
+
+
+def own_address(host: str) -> str:
+    """Return the address of this machine by which it reaches `host`, which may be this machine."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
+
+
+def cpu_model() -> str:
+    """Return the model of this machine's CPU; "" if the kernel does not report it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return ""

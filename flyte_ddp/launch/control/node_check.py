@@ -1,0 +1,181 @@
+"""Compare the nodes of a gang while their ranks import, and name those that are slow.
+
+The agents measure (launch/agent/node_check.py). Three questions follow one another: how fast is the
+machine, how fast do the bytes of its neighbours arrive, and both again if any node seems slow. Only
+what is slow twice is named, because a rate that is bad once may have been disturbed. Nothing waits
+for the answers. `find_slow` and `rate_links` are pure; tests/launch/test_node_check.py has their
+tables.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flyte_ddp import events
+from flyte_ddp.launch.control.nodes import Node, Nodes
+from flyte_ddp.launch.protocol.messages import Check, Checked
+
+MIN_SHARE = 0.7  # least share of the median; a node with less is slow
+# Least share of a rate that was stored: at that time the machines may have had less other work. Two
+# threads of one core slow each other down to 0.64.
+MIN_STORED_SHARE = 0.6
+# Bytes per second that are enough: what is above varies with the load. One core copies from memory
+# at half its rate while others do.
+ENOUGH = {"memory": 5e9, "disk": 50e6, "network": 125e6}
+# seconds for an idle worker to be found in place of a slow one, before the gang goes on smaller
+REPLACEMENT_TIMEOUT = 5.0
+CHECK_TIMEOUT = 60.0  # seconds for the answers to one question; agents take some to start
+
+logger = logging.getLogger(__name__)
+
+Rates = Mapping[int, Mapping[str, float]]
+"""The rates of each node, by its index and the name of the probe."""
+
+
+def find_slow(rates: Rates, reference: Mapping[str, float]) -> dict[tuple[int, str], float]:
+    """Return the median by node and probe, for each rate that is too small.
+
+    Args:
+        reference: takes the place of the median for a probe that fewer than three nodes have.
+    """
+    slow = {}
+    for probe, found in _sort_by_probe(rates).items():
+        median, share = reference.get(probe, 0.0), MIN_STORED_SHARE
+        if len(found) > 2:
+            median, share = statistics.median(found.values()), MIN_SHARE
+        median = min(median, ENOUGH.get(probe.partition(" (")[0], math.inf))
+        for node, rate in found.items():
+            if rate < share * median:
+                slow[node, probe] = median
+    return slow
+
+
+def _sort_by_probe(rates: Rates) -> dict[str, dict[int, float]]:
+    """Return the rate of each node that has it, by probe."""
+    by_probe: dict[str, dict[int, float]] = {}
+    for node, each in rates.items():
+        for probe, rate in each.items():
+            by_probe.setdefault(probe, {})[node] = rate
+    return by_probe
+
+
+def rate_links(links: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    """Return the rate of each node's network, from the rates at which nodes receive bytes of
+    others.
+
+    A node counts by the best of its links in each direction: the other end of a bad link may be to
+    blame. Of two nodes, the sender is.
+
+    Args:
+        links: by the node that receives, and the node that sends.
+    """
+    rates = {}
+    for node in {*links, *(sender for each in links.values() for sender in each)}:
+        sent = [each[node] for each in links.values() if node in each]
+        received = list(links.get(node, {}).values())
+        if len(links) > 2 and received:
+            rates[node] = min(max(sent, default=math.inf), max(received))
+        elif sent:
+            rates[node] = max(sent)
+    return rates
+
+
+@dataclass(eq=False)
+class NodeCheck:
+    """The check of the nodes of one attempt."""
+
+    nodes: Nodes
+    emit: Callable[[events.Event], None]
+    _question: Check | None = None  # the latest question
+    _asked_at: float = 0.0  # monotonic
+    _answers: dict[int, Checked] = field(default_factory=dict)  # answers by node
+    _rates: dict[int, dict[str, float]] = field(default_factory=dict)
+    _addresses: list[tuple[str, int]] = field(default_factory=list)
+    # slow nodes and probes at the first look
+    _suspects: set[tuple[int, str]] = field(default_factory=set)
+    is_over: bool = False
+    replaced_by: float = 0.0  # monotonic: end of the search for other nodes
+
+    def look(self) -> None:
+        """Ask the next question, or conclude, once the answers are there. Does not wait."""
+        if self.nodes.reference is None or self.is_over:
+            return
+        if self._question is None:
+            self._ask(Check(1, is_machine=True))
+            return
+        is_late = time.monotonic() - self._asked_at > CHECK_TIMEOUT
+        if len(self._answers) < len(self.nodes.nodes) and not is_late:
+            return
+        self._take_rates()
+        if self._question.number == 1:
+            answers = [self._answers.get(node.index) for node in self.nodes.nodes]
+            self._addresses = [each.address for each in answers if each and each.address[1]]
+            if len(self._addresses) < len(self.nodes.nodes):
+                self._addresses = []  # a node that did not answer may be anywhere in the order
+            self._ask(Check(2, is_machine=False, addresses=self._addresses))
+        else:
+            self._judge(self._question.number)
+
+    def take(self, node: Node, answer: Checked) -> None:
+        """Take an agent's answer. An answer to an earlier question is ignored."""
+        if self._question is None or answer.number != self._question.number:
+            return
+        self._answers[node.index] = answer
+        if answer.problems:
+            logger.warning("%s could not be checked: %s", node, "; ".join(answer.problems))
+
+    def _ask(self, question: Check) -> None:
+        self._question, self._asked_at = question, time.monotonic()
+        self._answers.clear()
+        self.nodes.send(question)
+
+    def _take_rates(self) -> None:
+        for index, answer in self._answers.items():
+            rates = self._rates.setdefault(index, {})
+            for name, rate in answer.rates.items():
+                probe = name
+                if name != "disk":  # other models have other cores and memory
+                    probe = f"{name} ({answer.model or 'CPU'})"
+                rates[probe] = rate
+        links = {index: answer.links for index, answer in self._answers.items() if answer.links}
+        for index, rate in rate_links(links).items():
+            self._rates.setdefault(index, {})["network"] = rate
+
+    def _judge(self, number: int) -> None:
+        """Conclude from the rates: ask again if any is suspicious for the first time."""
+        assert self.nodes.reference is not None  # `look` has checked it
+        slow = find_slow(self._rates, self.nodes.reference.rates)
+        if slow and number == 2:
+            self._suspects = set(slow)
+            self._rates.clear()
+            self._ask(Check(3, is_machine=True, addresses=self._addresses))
+            return
+        self.is_over = True
+        confirmed = {key: median for key, median in slow.items() if key in self._suspects}
+        if confirmed:
+            self._name(confirmed)
+            return
+        by_probe = _sort_by_probe(self._rates)
+        found = {probe: statistics.median_high(each.values()) for probe, each in by_probe.items()}
+        logger.info("none of %d nodes is slow", len(self.nodes.nodes))
+        self.nodes.reference.add(found)
+
+    def _name(self, slow: Mapping[tuple[int, str], float]) -> None:
+        """Name the slow nodes, and look for others."""
+        named = []
+        for node in self.nodes.nodes:
+            for (index, probe), median in slow.items():
+                if index == node.index:
+                    node.is_slow = True
+                    rate = self._rates[index][probe]
+                    named.append(events.SlowNode(index, str(node), probe, rate, median))
+        for each in named:
+            logger.warning("%s", each)
+        self.emit(events.NodesFoundSlow(named))
+        self.replaced_by = time.monotonic() + REPLACEMENT_TIMEOUT
+        self.nodes.replace_leaving()

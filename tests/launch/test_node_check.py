@@ -1,0 +1,301 @@
+"""The comparison of nodes, and the probes of a machine and of its network."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import socket
+import threading
+import time
+
+import pytest
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.launch.agent.node_check import (
+    NodeProbes,
+    fetch,
+    measure_machine,
+    start_serving,
+)
+from flyte_ddp.launch.control.node_check import NodeCheck, find_slow, rate_links
+from flyte_ddp.launch.control.nodes import Node, Nodes
+from flyte_ddp.launch.control.reference import Reference
+from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
+from flyte_ddp.launch.protocol.messages import Check, Checked
+from flyte_ddp.process.cgroups import usable_cores
+from tests.support.dask_runs import worker
+
+FAST, SLOW = 1e9, 2.5e6
+
+
+@pytest.mark.parametrize(
+    ("rates", "reference", "expected"),
+    [
+        ({"cores": [4, 4, 4]}, {}, []),
+        ({"cores": [4, 4, 2]}, {}, [(2, "cores")]),
+        ({"cores": [4, 4, 2.9]}, {}, []),
+        ({"cores": [4, 4, 2], "memory": [1, 4, 4]}, {}, [(0, "memory"), (2, "cores")]),
+        ({"memory (A)": [6e9, 13e9, 13e9]}, {}, []),
+        ({"memory (A)": [2e9, 13e9, 13e9]}, {}, [(0, "memory (A)")]),
+        # Two nodes have no median. What was stored before takes its place.
+        ({"cores": [4, 2]}, {}, []),
+        ({"cores": [4, 2]}, {"cores": 4}, [(1, "cores")]),
+        ({"cores": [4, 2.5]}, {"cores": 4}, []),
+        ({"cores": [4, 2]}, {"memory": 4}, []),
+        ({"cores": [4, 4, 4]}, {"cores": 9}, []),
+        # Another model of CPU is another probe, and a node may lack a probe.
+        ({"cores (a)": [4, 4, None, None], "cores (b)": [None, None, 2, 2]}, {}, []),
+        # More than enough is enough.
+        ({"disk": [9e9, 9e9, 4e7]}, {}, []),
+        ({"disk": [9e9, 9e9, 5e6]}, {}, [(2, "disk")]),
+        ({}, {"cores": 4}, []),
+    ],
+)
+def test_a_rate_below_a_share_of_the_median_is_slow(rates, reference, expected):
+    nodes = {}
+    for probe, values in rates.items():
+        for index, value in enumerate(values):
+            if value is not None:
+                nodes.setdefault(index, {})[probe] = float(value)
+    assert sorted(find_slow(nodes, reference)) == expected
+
+
+def make_links(num_nodes, slow_from=(), slow_to=()):
+    """The links of a ring, as (receiver, sender)."""
+    links = {node: {} for node in range(num_nodes)}
+    for node in links:
+        for sender in {(node - 1) % num_nodes, (node + 1) % num_nodes}:
+            is_slow = sender in slow_from or node in slow_to
+            links[node][sender] = SLOW if is_slow else FAST
+    return links
+
+
+@pytest.mark.parametrize("num_nodes", [3, 4, 9])
+@pytest.mark.parametrize("how", ["slow_from", "slow_to"])
+def test_the_node_at_the_common_end_of_slow_links_is_to_blame(num_nodes, how):
+    rates = rate_links(make_links(num_nodes, **{how: (1,)}))
+    assert rates == {node: SLOW if node == 1 else FAST for node in range(num_nodes)}
+
+
+def test_of_two_nodes_the_sender_is_to_blame():
+    assert rate_links(make_links(2, slow_from=(1,))) == {0: FAST, 1: SLOW}
+    assert rate_links({}) == {}
+
+
+class Gang(Nodes):
+    """Nodes that note what they are sent."""
+
+    def __init__(self, num_nodes, reference):
+        self.nodes = [Node(index, f"node {index}") for index in range(num_nodes)]
+        self.reference = reference
+        self.sent = []
+        self.has_looked_for_others = False
+
+    def send(self, command):
+        self.sent.append(command)
+
+    def replace_leaving(self):
+        self.has_looked_for_others = True
+
+    def answer(self, check, *cores, problems=()):
+        """Answer the newest question, with the rate of the cores of each node."""
+        check.look()
+        question = self.sent[-1]
+        for node, rate in zip(self.nodes, cores, strict=True):
+            rates = {"cores": rate} if question.is_machine and rate else {}
+            address = ("127.0.0.1", 1 + node.index)
+            check.take(node, Checked(question.number, rates, {}, list(problems), address, "A"))
+
+
+@pytest.fixture
+def check(tmp_path):
+    """check(num_nodes): a check, its gang, and the events; checks share what is stored."""
+
+    def check(num_nodes):
+        reference = Reference(str(tmp_path), "pool")
+        while any(tmp_path.glob("node-rates-*.json")) and not reference.rates:
+            time.sleep(0.01)
+        gang, found = Gang(num_nodes, reference), []
+        return NodeCheck(gang, found.append), gang, found
+
+    return check
+
+
+def test_a_node_is_named_when_it_is_slow_twice(check, caplog):
+    one, gang, found = check(3)
+    gang.answer(one, 4.0, 4.0, 2.0)
+    gang.answer(one, 0, 0, 0)
+    addresses = [("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3)]
+    gang.answer(one, 4.0, 4.0, 2.0)
+    one.look()
+    assert gang.sent == [
+        Check(1, True),
+        Check(2, False, addresses),
+        Check(3, True, addresses),
+    ]
+    (event,) = found
+    assert str(event.nodes[0]) == "node 2 is slow: cores (A) at 0 M/s, 0.50 of the median"
+    assert [node.is_slow for node in gang.nodes] == [False, False, True]
+    assert gang.has_looked_for_others
+    assert "node 2 is slow" in caplog.text
+
+
+def test_a_node_that_is_slow_once_is_not_named_and_problems_are_one_line(check, caplog):
+    one, gang, found = check(3)
+    gang.answer(one, 4.0, 4.0, 2.0, problems=("disk: OSError: full", "cores: none"))
+    gang.answer(one, 0, 0, 0)
+    gang.answer(one, 4.0, 2.0, 4.0)
+    one.look()
+    one.look()
+    assert len(gang.sent) == 3
+    assert not found
+    lines = [each for each in caplog.messages if "node 1" in each]
+    assert lines == ["node 1 could not be checked: disk: OSError: full; cores: none"]
+
+
+def test_two_nodes_are_compared_with_what_an_earlier_check_has_stored(check, tmp_path):
+    for rates, expected in (((4.0, 4.0), []), ((4.0, 2.0), [1])):
+        one, gang, found = check(2)
+        for values in (rates, (0, 0), rates):
+            gang.answer(one, *values)
+        one.look()
+        assert [each.node for event in found for each in event.nodes] == expected
+        deadline = time.monotonic() + 10
+        while not [*tmp_path.glob("node-rates-*.json")] and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def test_a_gang_whose_nodes_answer_nothing_has_no_verdict(check):
+    one, gang, found = check(3)
+    for _ in range(2):
+        gang.answer(one, 0, 0, 0)
+    one.look()
+    assert (len(gang.sent), found) == (2, [])
+
+
+def test_a_slow_worker_is_used_only_if_there_are_too_few_others():
+    slow = dataclasses.replace(worker("w-1", "10.0.0.1"), is_slow=True, has_agent=True)
+    workers = [slow, worker("w-2", "10.0.0.1"), worker("w-3", "10.0.0.2")]
+    names = [node.worker for node in assign_nodes(workers, 2, ClusterConfig())]
+    assert names == ["w-2", "w-3"]
+    everything = assign_nodes(workers, 3, ClusterConfig(num_nodes=3))
+    assert [node.worker for node in everything if node.is_slow] == ["w-1"]
+
+
+def test_nodes_are_checked_by_default_on_kubernetes_alone():
+    assert ClusterConfig(kind="kubernetes").checks_nodes
+    assert not ClusterConfig(kind="local").checks_nodes
+    assert ClusterConfig(kind="local", check_nodes="always").checks_nodes
+    assert not ClusterConfig(kind="kubernetes", check_nodes="never").checks_nodes
+
+
+def test_what_can_be_measured_is_and_the_rest_is_a_line(tmp_path):
+    rates, problems = measure_machine(tmp_path / "missing")
+    assert rates["cores"] > 1e8
+    assert rates["memory"] > 1e7
+    assert "disk" not in rates
+    assert [each.partition(":")[0] for each in problems] == ["disk"]
+    assert measure_machine(tmp_path, 0.0) == ({}, ["machine: no rate within 0 s"])
+
+
+def test_bytes_that_are_cut_off_by_time_still_have_a_rate():
+    address = start_serving("127.0.0.1")
+    assert fetch(address, 1 << 20, 1.5) > 20 * SLOW
+    with slow_front_of(address) as slow:
+        assert SLOW / 4 < fetch(slow, 64 << 20, 0.5) < 3 * SLOW
+
+
+def ask(probes, check):
+    """Ask each of the probes, and return their answers in order."""
+    answers = {}
+    for index, each in enumerate(probes):
+        each.send = functools.partial(answers.__setitem__, index)
+        each.begin(check)
+    deadline = time.monotonic() + 30
+    while len(answers) < len(probes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [answers[index] for index in range(len(probes))]
+
+
+def test_agents_fetch_bytes_from_their_neighbours(tmp_path):
+    probes = [NodeProbes(tmp_path, index, "127.0.0.1", None) for index in range(4)]
+    first = ask(probes, Check(1, is_machine=False))
+    second = ask(probes, Check(2, is_machine=False, addresses=[each.address for each in first]))
+    assert [each.problems for each in first + second] == 8 * [[]]
+    assert [set(each.links) for each in first] == 4 * [set()]
+    assert [set(each.links) for each in second] == [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
+    (alone,) = ask(probes[:1], Check(3, is_machine=False, addresses=[("127.0.0.1", 9), ("", 9)]))
+    assert alone.links == {}
+    assert len(alone.problems) == 1
+
+
+def slow_front_of(address):
+    """A server in front of `address` that lets `SLOW` bytes per second pass. It has the address
+    of the block's value.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def forward():
+        connection, _ = server.accept()
+        behind = socket.create_connection(address)
+        begun, count = time.monotonic(), 0
+        with connection, behind:
+            while data := behind.recv(1 << 14):
+                count += len(data)
+                time.sleep(max(0.0, count / SLOW - (time.monotonic() - begun)))
+                try:
+                    connection.sendall(data)
+                except OSError:
+                    return
+
+    threading.Thread(target=forward, daemon=True).start()
+
+    class Front:
+        def __enter__(self):
+            return server.getsockname()
+
+        def __exit__(self, *_):
+            server.close()
+
+    return Front()
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "files", "cores"),
+    [
+        ("0::/", "/ /cg rw - cgroup2 cg rw", {"cg/cpu.max": "50000 100000"}, 0.5),
+        ("0::/a", "/ /cg rw - cgroup2 cg rw", {"cg/a/cpu.max": "25000 100000"}, 0.25),
+        (
+            "4:cpu,cpuacct:/pods/c",
+            "/pods/c /cg rw - cgroup cg rw,cpu,cpuacct",
+            {"cg/cpu.cfs_quota_us": "60000", "cg/cpu.cfs_period_us": "100000"},
+            0.6,
+        ),
+        (
+            "3:memory:/c",
+            "/c /cg rw - cgroup cg rw,memory",
+            {"cg/cpu.cfs_quota_us": "60000", "cg/cpu.cfs_period_us": "100000"},
+            None,
+        ),
+        ("0::/", "/ /cg rw - cgroup2 cg rw", {"cg/cpu.max": "max 100000"}, None),
+        (
+            "4:cpu:/",
+            "/ /cg rw - cgroup cg rw,cpu",
+            {"cg/cpu.cfs_quota_us": "-1", "cg/cpu.cfs_period_us": "100000"},
+            None,
+        ),
+    ],
+)
+def test_a_quota_of_either_version_of_cgroups_limits_the_cores(
+    tmp_path, groups, mounts, files, cores
+):
+    unlimited = usable_cores(tmp_path)
+    contents = {
+        "proc/self/cgroup": groups,
+        "proc/self/mountinfo": f"41 31 0:38 {mounts}",
+        **files,
+    }
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == (unlimited if cores is None else cores)
