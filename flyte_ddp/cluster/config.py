@@ -240,6 +240,12 @@ class ClusterConfig:
         help="a run continues with this many when other nodes do not come (back) in time; 0: it "
         "needs all of num_nodes",
     )
+    spare_nodes: int = field(
+        0,
+        minimum=0,
+        help="further workers, which import and fetch the data, and wait to take the place of lost "
+        "or slow ones; no start waits for them",
+    )
     max_restarts: int = field(
         3,
         minimum=0,
@@ -293,6 +299,11 @@ class ClusterConfig:
                 f"preset: expected '' with kind {self.kind}, whose nodes no run can return, got "
                 f"{self.preset!r}"
             )
+        if self.preset == FILLER and self.spare_nodes:
+            raise ConfigError(
+                "spare_nodes: expected 0 with preset filler, whose idle nodes others need, got "
+                f"{self.spare_nodes}"
+            )
         if self.min_nodes > self.num_nodes:
             raise ConfigError(
                 f"min_nodes: expected at most num_nodes ({self.num_nodes}), got {self.min_nodes}"
@@ -310,6 +321,11 @@ class ClusterConfig:
     @property
     def ranks_per_node(self) -> int:
         return self.processes_per_node or self.gpus_per_node or 1
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, with those that wait."""
+        return self.num_nodes + self.spare_nodes
 
     @property
     def checks_nodes(self) -> bool:

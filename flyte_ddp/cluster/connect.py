@@ -103,7 +103,7 @@ def _local_cluster(config: ClusterConfig) -> LocalCluster:
 
     with hide_main_module():
         return LocalCluster(
-            n_workers=config.num_nodes,
+            n_workers=config.num_workers,
             threads_per_worker=1,
             processes=True,
             # A worker supervises ranks. Dask must not pause or kill it for their memory.
@@ -191,7 +191,8 @@ def _wait_for_workers(
         rest = deadline - time.monotonic()
         timeout = max(POLL_INTERVAL, min(rest, BEAT_INTERVAL))
         # Workers that wait for room join the run when it grows.
-        num_awaited = config.num_nodes - api.count_waiting(config, run_name)
+        num_coming = config.num_workers - api.count_waiting(config, run_name)
+        num_awaited = min(config.num_nodes, num_coming)
         with contextlib.suppress(TimeoutError):
             client.wait_for_workers(max(config.enough_nodes, num_awaited), timeout=timeout)
             return

@@ -231,6 +231,30 @@ def test_a_gang_trains_on_until_those_that_join_it_are_prepared(watch):
     assert len(seen.prepared) == 2
 
 
+def test_a_full_gang_keeps_spare_nodes_prepared(watch, caplog, monkeypatch):
+    caplog.set_level("INFO", "flyte_ddp")
+    present = Present(("w-1", "w-2"), unprepared=("w-3", "w-4"))
+    seen = watch(present, ["w-1", "w-2"], [2], spare_nodes=1, start_timeout=60)
+
+    def look(seconds):
+        monkeypatch.setattr(scale_up.time, "monotonic", lambda: seconds)
+        seen.watch._keep_spares()
+        return [node.worker for node in seen.prepared]
+
+    assert look(1) == []  # The spare node has no room.
+    present.names = ("w-1", "w-2", "w-3", "w-4")
+    assert look(2) == look(61) == ["w-3"]
+    present.unprepared = ("w-4",)
+    assert look(70) == look(71) == ["w-3"]
+    present.unprepared = ("w-3", "w-4")
+    assert look(90) == ["w-3", "w-3"], "its agent has ended"
+    assert [each for each in caplog.messages if "spare" in each] == [
+        "0 of 1 spare nodes are ready: none",
+        "1 of 1 spare nodes are ready: w-3",
+        "0 of 1 spare nodes are ready: none",
+    ]
+
+
 def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
     program = recipe_program("digits", dask_config(global_batch_size=24))
     sizes = place.usable_sizes(program, ClusterConfig(num_nodes=6, min_nodes=2))

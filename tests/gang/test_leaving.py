@@ -10,6 +10,7 @@ import threading
 import time
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 import yaml
@@ -201,6 +202,60 @@ def test_a_node_with_half_the_cores_is_named_and_left_out(
     assert ended.num_leaving == 1
     assert ended.reason.startswith("node 1 (node-1 at ")
     assert events_of(run, events.CheckpointLoaded)[-1].step == ended.step
+
+
+def agents_of(nanny):
+    """The processes of agents on a worker."""
+    return {
+        each.pid
+        for each in psutil.Process(nanny.pid).children(recursive=True)
+        if "flyte_ddp.launch.agent.main" in each.cmdline()
+    }
+
+
+@pytest.mark.long
+def test_a_spare_node_takes_the_place_of_a_lost_one_at_once(
+    start_worker, scheduler, tmp_path, forked_functions, caplog
+):
+    caplog.set_level("INFO", "flyte_ddp")
+    nannies = [start_worker(scheduler, f"node-{index}") for index in range(3)]
+    config = ClusterConfig(
+        kind="existing",
+        scheduler_address=scheduler,
+        spare_nodes=1,
+        max_restarts=1,
+        node_timeout=30,
+        check_nodes="never",
+    )
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    wait = faults / "9-kill-1000"  # no rank has this number
+    wait.touch()
+    seen = {}
+
+    class Lose(events.Listener):
+        """Kills a node once the spare node is ready."""
+
+        def handle(self, event, state):
+            if isinstance(event, events.RunStarted):
+                seen.setdefault("started", []).append(event.at)
+            if state.num_starts == 2 and isinstance(event, events.Reported):
+                seen.setdefault("agents then", agents_of(nannies[2]))
+                wait.unlink(missing_ok=True)
+            if "1 of 1 spare nodes are ready: node-2" in caplog.text and "lost" not in seen:
+                seen["agents"] = agents_of(nannies[2])
+                lost = psutil.Process(nannies[1].pid)
+                for process in [lost, *lost.children(recursive=True)]:
+                    process.kill()
+                seen["lost"] = time.time()
+
+    run = train(tmp_path, program_of("patient", str(faults)), config, listeners=[Lose()])
+    assert [each.num_nodes for each in events_of(run, events.RunStarted)] == [2, 2]
+    (ended,) = events_of(run, events.AttemptEnded)
+    assert ended.reason.startswith("node 1 (node-1 at ")
+    print(f"whole again after {seen['started'][1] - seen['lost']:.2f} s")
+    assert len(seen["agents"]) == 1, "the spare node has an agent before the loss"
+    assert seen["agents then"] == seen["agents"]
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ FREE = (
     *("min_nodes", "max_restarts", "node_timeout", "start_timeout", "return_timeout", "grow_delay"),
     *("grow_interval", "worker_cpus", "worker_memory", "shared_memory", "scheduler_cpus"),
     *("scheduler_memory", "image_pull_policy", "queue", "idle_timeout", "termination_grace"),
-    *("autoscaled_nodes", "check_nodes"),
+    *("autoscaled_nodes", "check_nodes", "spare_nodes"),
 )
 
 

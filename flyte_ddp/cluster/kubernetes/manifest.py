@@ -84,7 +84,7 @@ def cluster_name(run_name: str) -> str:
 
 
 def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) -> Object:
-    """Return the DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
+    """Return the DaskCluster for the operator: one scheduler and the workers, a pod each.
     With a queue it has `min_nodes` workers, and `further_workers` returns the others.
 
     Args:
@@ -116,7 +116,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
             "spec": merge_pod(scheduler, config.kubernetes.scheduler_pod_template),
             "service": service,
         },
-        "worker": {"replicas": config.num_nodes, "spec": worker},
+        "worker": {"replicas": config.num_workers, "spec": worker},
     }
     if config.kubernetes.queue:
         spec["worker"]["replicas"] = config.enough_nodes
@@ -140,7 +140,7 @@ def further_workers(config: ClusterConfig, cluster: Mapping[str, Any]) -> Object
     Args:
         cluster: the DaskCluster in the API server. Kubernetes deletes the group with it.
     """
-    num_further = config.num_nodes - config.enough_nodes
+    num_further = config.num_workers - config.enough_nodes
     if not (config.kubernetes.queue and num_further):
         return None
     meta = cluster["metadata"]

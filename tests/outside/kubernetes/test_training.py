@@ -51,6 +51,7 @@ CONFIGS = {
     "drained": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "headless": SEES_NO_CHECKPOINT,
     "halved": {"epochs": 4},  # a pod starts anew meanwhile
+    "spared": {"epochs": 4},  # the spare node gets ready meanwhile
     "unannounced": {"memory_interval": 2, **SEES_NO_CHECKPOINT},
 }
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
@@ -69,6 +70,7 @@ ONE_WORKER_TO_A_NODE = {
     }
 }
 DEATH_NOTICED = 20  # seconds
+NEW_POD_SECONDS = 6  # less than a new pod needs until it can train
 # seconds of silence that a busy machine may cause, where silence is not what a test is about
 PATIENT = 90
 SILENCE_NOTICED = 45  # seconds; with node_timeout at its default
@@ -390,6 +392,30 @@ def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
     ]
     assert steps == ALL_STEPS[shrunk["step"] :], "the growth lost or redid a step"
     torch.testing.assert_close(store.state("cut-off"), finished_run("Tiny", 2, **CONFIG).state())
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_pod(
+    start: Callable[..., Driver], namespace: Namespace
+) -> None:
+    cluster = {"spare_nodes": 1, "worker_cpus": 0.4, "node_timeout": PATIENT}
+    driver = start("spared", "spared", recipe=WITHOUT_DROPOUT, **cluster)
+    ready = "1 of 1 spare nodes are ready: "
+
+    def find_spare() -> list[str]:
+        logs = [each.get("log", "") for each in driver.records()]
+        return [line.removeprefix(ready) for line in logs if line.startswith(ready)]
+
+    spare = eventually(find_spare, 400, "a spare node")[0]
+    driver.wait_for_step("spared", 3)
+    names = [pod["metadata"]["name"] for pod in driver.pods("worker")]
+    assert len(names) == 3
+    lost = next(name for name in names if not name.startswith(spare))
+    namespace.kubectl("delete", "pod", lost, "--force", "--grace-period=0")
+    driver.succeeded()
+    assert driver.world_sizes("spared") == [2, 2]
+    assert len(driver.losses_of_gang()) == 1
+    _, second = driver.records(run="spared", event="AttemptStarted")
+    assert second["waited_seconds"] < NEW_POD_SECONDS
 
 
 def limit_cores(namespace: Namespace, cluster: str, cores: str) -> None:

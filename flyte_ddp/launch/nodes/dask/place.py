@@ -231,7 +231,7 @@ class DaskPlace:
         if num_present >= sizes[0] or num_present < sizes[-1]:
             return num_present >= sizes[0]
         num_waiting = count_waiting(self.config, self.run_name)
-        return is_late or num_present + num_waiting >= self.config.num_nodes
+        return is_late or num_present + num_waiting >= self.config.num_workers
 
     def _report_wait(self, run: Run, waited: float) -> None:
         """Emit, at most every ten seconds, for which new reason pods of the cluster are missing.

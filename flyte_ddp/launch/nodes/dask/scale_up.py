@@ -1,4 +1,5 @@
 """Watch for workers that could make a gang larger, or replace leaving workers, while it trains.
+Prepare spare workers.
 
 The watch asks only workers outside the gang, so it takes no time from the ranks. They import and
 fetch what their ranks will need while the gang trains, which ends only then.
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ScaleUpWatch:
-    """Looks for workers, from a thread, until it is closed. A full gang needs no workers."""
+    """Looks for workers, from a thread, until it is closed. A full gang needs spare
+    ones alone.
+    """
 
     gang: Sequence[Worker]  # the workers of the gang
     sizes: Sequence[int]  # the numbers of nodes at which the run can go on, largest first
@@ -49,6 +52,7 @@ class ScaleUpWatch:
     # end of the wait for the preparation of each worker, by address
     _prepared_by: dict[str, float] = field(default_factory=dict)
     _problem: str = ""  # the latest problem, to log each once
+    _spares: str = ""  # the latest line about spare nodes
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class ScaleUpWatch:
             try:
                 if self.leaving or len(self.gang) < self.sizes[0]:
                     self.members = self._find_members()
+                elif self.config.spare_nodes:
+                    self._keep_spares()
                 self._problem = ""
             except Exception as error:  # nothing that only watches may end a run
                 self.members = frozenset()
@@ -101,6 +107,24 @@ class ScaleUpWatch:
         if not self.leaving and not self._are_prepared(new, ready, now):
             return frozenset()
         return frozenset(node.address for node in nodes)
+
+    def _keep_spares(self) -> None:
+        """Prepare idle workers for the loss of a node, and log when their number changes."""
+        own = {each.address for each in self.gang}
+        idle = [each for each in self.discovery.present_workers(own) if self._is_fit(each)]
+        wanted = self.config.spare_nodes
+        spares: list[DaskNode] = []
+        if idle:
+            spares = assign_nodes(idle, min(wanted, len(idle)), self.config)
+        ready, now = {each.address for each in idle if each.has_agent}, time.monotonic()
+        # An agent that has waited for long has ended.
+        self._prepared_by = {each: end for each, end in self._prepared_by.items() if now < end}
+        self._are_prepared(spares, ready, now)
+        names = [node.worker for node in spares if node.address in ready]
+        text = f"{len(names)} of {wanted} spare nodes are ready: {', '.join(names) or 'none'}"
+        if text != self._spares:
+            self._spares = text
+            logger.info("%s", text)
 
     def _find_settled(self, idle: Sequence[Worker], now: float) -> list[Worker]:
         """Return the idle workers that are there for long enough to be counted on."""

@@ -124,6 +124,12 @@ class SpareAgent:
         self._is_over = False
         self._lock = threading.Lock()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a living agent waits. It ends after a long time without an attempt."""
+        agent = self.agent
+        return agent is not None and agent.is_alive
+
     def take(self) -> Agent | None:
         """Return the agent, which waits no longer; None if there is no living agent."""
         with self._lock:
@@ -136,7 +142,7 @@ class SpareAgent:
     def keep(self, agent: Agent) -> bool:
         """Let an agent wait after the end of an attempt. Return whether it may wait."""
         with self._lock:
-            if self._is_over or self.agent or not agent.is_alive:
+            if self._is_over or self.is_waiting or not agent.is_alive:
                 return False
             self.agent = agent
         return True
@@ -224,7 +230,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def prepare(self, message: bytes) -> None:
         """Let a spare agent begin to prepare for its first attempt, if the worker has no agent."""
-        if not (self.spare.agent or self.is_at_work):
+        if not (self.spare.is_waiting or self.is_at_work):
             threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
 
     def _prepare(self, message: bytes) -> None:
@@ -339,7 +345,7 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
         "num_cores": CPU_COUNT,
         "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,
-        "has_agent": found is not None and found.spare.agent is not None,
+        "has_agent": found is not None and found.spare.is_waiting,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
         "is_leaving": is_leaving(dask_worker),
     }
