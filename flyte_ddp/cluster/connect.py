@@ -199,7 +199,7 @@ def _wait_for_workers(
         if rest > BEAT_INTERVAL and time.monotonic() < report_at:
             continue
         report_at = time.monotonic() + LINE_INTERVAL
-        num_workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        num_workers = len(client.nthreads())
         message = (
             f"{num_workers} of {config.num_nodes} workers connected (start_timeout: "
             f"{config.start_timeout:g} s). {api.explain(config, run_name)}"

@@ -212,7 +212,7 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
         processes.append(start("worker", address))
         with connect.closing(connect.connect(address, time.monotonic() + 60, security)) as client:
             client.wait_for_workers(1, timeout=60)
-            (worker,) = client.scheduler_info(n_workers=-1)["workers"]
+            (worker,) = client.nthreads()
             assert worker.startswith("tls://")
             assert client.submit(sum, [1, 2]).result(timeout=30) == 3
             monkeypatch.setattr(connect, "API_PATIENCE", 0.0)
@@ -241,7 +241,7 @@ def test_too_few_workers_end_the_start_at_its_deadline_unless_min_nodes_allows_t
     ):
         raise AssertionError("started")
     with open_cluster(dataclasses.replace(config, min_nodes=1), "run") as client:
-        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+        assert len(client.nthreads()) == 1
 
 
 @pytest.mark.parametrize(

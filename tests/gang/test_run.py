@@ -36,7 +36,7 @@ from flyte_ddp.code.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.nodes.dask.place import has_own_terminal
 from flyte_ddp.launch.protocol.programs import Job
-from flyte_ddp.launch.run import Gang, run_job, script_program
+from flyte_ddp.launch.run import Gang, count_workers, run_job, script_program
 from tests.support.errors import raises_one_line
 from tests.support.runs import hear_hangups, new_run
 
@@ -705,6 +705,23 @@ def test_a_clients_cluster_without_workers_needs_a_number_of_them(scheduler):
         ):
             with raises_one_line(ConfigError, match="client: expected a cluster with workers, got"):
                 call(log_lines, client=client)
+
+
+def test_a_cluster_has_workers_while_another_thread_asks_for_fewer_facts(client):
+    # Dask's client asks in this way every two seconds, and keeps the answer.
+    is_over = threading.Event()
+
+    def ask():
+        while not is_over.is_set():
+            client.scheduler_info(n_workers=0)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert {count_workers(client) for _ in range(200)} == {2}
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):

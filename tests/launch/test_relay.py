@@ -61,8 +61,10 @@ def test_messages_within_an_interval_are_one_batch_and_a_message_after_a_pause_d
         return SimpleNamespace(cancel=lambda: None)
 
     loop = SimpleNamespace(call_later=call_later)
-    monkeypatch.setattr(relay, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-    monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    # A scheduler in this process has unpickled the class, whose functions have other globals then.
+    names = relay.Relay.log_event.__globals__
+    monkeypatch.setitem(names, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+    monkeypatch.setitem(names, "time", SimpleNamespace(monotonic=lambda: clock.now))
     passed = relay.Relay(scheduler, "run", "run-0", ["a", "b"])
     passed.log_event("run-0", beat("a"))
     assert clock.delays == [0.0]

@@ -248,7 +248,7 @@ def test_a_run_ends_as_a_plain_loop_does(kind, tmp_path, monkeypatch):
     trainer = new_trainer(new_run(tmp_path, "tests.training.test_snapshot.KeptLine"), **CONFIG)
     recipe, model = trainer.parallelism.recipe, trainer.state.model
     check_contract(model, trainer.train, trainer.parallelism)
-    data = dict.fromkeys(("description", "fingerprint", "recipe_version"), "")
+    data = dict.fromkeys(("description", "fingerprint", "recipe_version", "license"), "")
     assert next(layer.name for layer in describe_run(trainer, data, OF_A_NODE)["layers"]) == "line"
     recipe.generate_sample = lambda model: str(model.train()(torch.ones(1, 1)))
     trainer.fit()
