@@ -43,7 +43,7 @@ class Mixed(Recipe):
             name: Shards(str(directory / name), transform=to_sample, unreadable="ignore")
             for name in SIZES
         }
-        return Mixture(sources, schedule=json.loads(self.weights), num_samples=25), sources["a"]
+        return Mixture(sources, schedule=json.loads(self.weights), num_samples=26), sources["a"]
 
     def model(self):
         from torch import nn

@@ -19,7 +19,7 @@ from tests.support.mixed import Mixed, find_losses
 from tests.support.runs import new_run
 
 MIXED = "tests.support.mixed.Mixed"
-WEIGHTS = [[0, {"a": 1, "b": 0}], [1, {"a": 1, "b": 1}]]  # an epoch has 12, 12 and 1 samples
+WEIGHTS = [[0, {"a": 1, "b": 0}], [1, {"a": 1, "b": 1}]]  # an epoch has 12, 12 and 2 samples
 
 
 def config_with(weights, **fields):
