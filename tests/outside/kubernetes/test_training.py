@@ -413,7 +413,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_pod(
     namespace.kubectl("delete", "pod", lost, "--force", "--grace-period=0")
     driver.succeeded()
     assert driver.world_sizes("spared") == [2, 2]
-    assert len(driver.losses_of_gang()) == 1
+    # A worker may have time to say that it leaves, although its pod is given none.
+    assert len(driver.departures() + driver.losses_of_gang()) == 1
     _, second = driver.records(run="spared", event="AttemptStarted")
     assert second["waited_seconds"] < NEW_POD_SECONDS
 
