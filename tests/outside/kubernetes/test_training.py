@@ -442,7 +442,7 @@ def test_a_worker_with_half_the_cores_is_named_and_left_out(
     found = driver.wait_for(run="halved", event="NodesFoundSlow")
     (slow,) = found["nodes"]
     assert slow["probe"].startswith("cores")
-    assert 0.4 < slow["rate"] / slow["median"] < 0.7
+    assert 0.25 < slow["rate"] / slow["median"] < 0.7
     driver.succeeded()
     assert driver.world_sizes("halved") == [2, 1, 2, 1]
     assert driver.losses_of_gang() == []
