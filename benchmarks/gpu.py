@@ -1,4 +1,4 @@
-"""What training on a GPU costs beside a plain loop, and what a loss costs: `make bench-gpu`.
+"""Compare training on a GPU with plain loops, and measure losses of ranks: `make bench-gpu`.
 
 Each row is a program of its own with a limit, so that all rows end within nine minutes and a row
 that fails costs no other. A multilayer perceptron with AdamW trains on noise: it has 298 million
@@ -54,7 +54,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained."""
+    """The size of the model and of its epochs."""
 
     width: int  # neurons of a layer
     batch_size: int
@@ -191,7 +191,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass
 class Seen(events.Listener):
-    """What a run tells of its steps and states."""
+    """A listener that keeps the times of a run's steps, states and other events."""
 
     steps: list[tuple[int, float]] = field(default_factory=list)  # step, seconds since the epoch
     stalls: list[float] = field(default_factory=list)  # seconds of each state that is kept

@@ -329,7 +329,7 @@ class ClusterConfig:
 
     @property
     def checks_nodes(self) -> bool:
-        """Whether the nodes of a gang are checked."""
+        """True if the speed of a gang's nodes is to be compared."""
         if self.check_nodes == "auto":
             return self.resolved_kind == "kubernetes"
         return self.check_nodes == "always"

@@ -1,4 +1,4 @@
-"""What differs between real runs is what was changed, and nothing else."""
+"""Real runs are compared: each change is named, and nothing else."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
 
 @contextlib.contextmanager
 def on_one_core():
-    """What the block starts runs on one core."""
+    """Run on one core whatever the block starts."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:

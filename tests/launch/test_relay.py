@@ -1,4 +1,4 @@
-"""What passes between the driver and a thousand nodes, without processes."""
+"""The messages between the driver and a thousand nodes, without processes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Inspection:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a question to the agents is open."""
+        """True while agents have not all answered a question."""
         return self._asked_at > 0
 
     def look(self, program: Program) -> RankFailure | None:

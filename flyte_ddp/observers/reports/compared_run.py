@@ -52,7 +52,7 @@ class ComparedRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known of the run, by names such as "config: learning_rate"."""
+        """The known facts about the run, by names such as "config: learning_rate"."""
         facts = {"program": self.card["recipe"]}
         for section in SECTIONS:
             for name, value in flatten(self.card[section]).items():

@@ -32,7 +32,7 @@ class WorkerDiscovery:
     known: set[str] = field(default_factory=set)  # workers with our versions
     # why a worker cannot take part, by its address
     unfit: dict[str, str] = field(default_factory=dict)
-    # what each worker has answered, by its identity
+    # the answer of each worker to `introduce`, by the identity of its process
     _facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     # slow workers, and names of the Kubernetes nodes that they are on
     slow: set[str] = field(default_factory=set)

@@ -126,7 +126,7 @@ class SpareAgent:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a living agent waits. It ends after a long time without an attempt."""
+        """True if an agent waits for a job. It ends after a long time without one."""
         agent = self.agent
         return agent is not None and agent.is_alive
 
