@@ -299,3 +299,14 @@ def test_a_quota_of_either_version_of_cgroups_limits_the_cores(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert usable_cores(tmp_path) == (unlimited if cores is None else cores)
+
+
+def test_a_later_check_does_not_replace_what_is_stored(tmp_path):
+    (tmp_path / f"{Reference('', 'pool')._name}").write_text('{"cores": 4.0}')
+    reference = Reference(str(tmp_path), "pool")
+    while not reference.rates:
+        time.sleep(0.01)
+    reference.add({"cores": 1.0, "disk": 2.0})
+    while Reference(str(tmp_path), "pool")._stored.result() == {"cores": 4.0}:
+        time.sleep(0.01)
+    assert Reference(str(tmp_path), "pool")._stored.result() == {"cores": 4.0, "disk": 2.0}
