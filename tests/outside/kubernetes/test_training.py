@@ -50,7 +50,7 @@ CONFIGS = {
     "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "drained": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "headless": SEES_NO_CHECKPOINT,
-    "halved": {"epochs": 4},  # a pod starts anew meanwhile
+    "halved": {"epochs": 1000},  # the test ends it
     "spared": {"epochs": 4},  # the spare node gets ready meanwhile
     "unannounced": {"memory_interval": 2, **SEES_NO_CHECKPOINT},
 }
@@ -435,19 +435,34 @@ def test_a_worker_with_half_the_cores_is_named_and_left_out(
     start: Callable[..., Driver], namespace: Namespace
 ) -> None:
     elastic = {"min_nodes": 1, "grow_delay": 1, "grow_interval": 0, "node_timeout": PATIENT}
-    driver = start("halved", "halved", recipe=WITHOUT_DROPOUT, alone_seconds="0.8", **elastic)
+    driver = start("halved", "halved", recipe=WITHOUT_DROPOUT, **elastic)
     driver.wait_for(log="none of 2 nodes is slow")
     (cluster,) = namespace.clusters()
+    before = {pod["metadata"]["name"] for pod in driver.pods("worker")}
     limit_cores(namespace, cluster, "300m")
-    found = driver.wait_for(run="halved", event="NodesFoundSlow")
-    (slow,) = found["nodes"]
+
+    def named() -> list[dict[str, Any]]:
+        """What the check has said of the limited pod. A busy machine may say it of others."""
+        found = driver.records(run="halved", event="NodesFoundSlow")
+        of_nodes = [each | {"at": event["at"]} for event in found for each in event["nodes"]]
+        return [each for each in of_nodes if not any(pod in each["label"] for pod in before)]
+
+    slow = eventually(named, 400, "the limited pod is named")[0]
     assert slow["probe"].startswith("cores")
     assert 0.25 < slow["rate"] / slow["median"] < 0.7
-    driver.succeeded()
-    assert driver.world_sizes("halved") == [2, 1, 2, 1]
+
+    def without_it() -> list[dict[str, Any]]:
+        """The last five steps since the gang went on without the node."""
+        sizes = driver.records(run="halved", event="RunStarted")
+        steps = driver.records(run="halved", event="Reported")
+        later = [each for each in steps if each["at"] > max(slow["at"], sizes[-1]["at"])]
+        return later if sizes[-1]["world_size"] == 1 and len(later) >= 5 else []
+
+    eventually(without_it, 200, "the gang goes on without it")
     assert driver.losses_of_gang() == []
     steps = driver.steps("halved")
-    assert steps == sorted(set(steps)), "a step was done again"
+    assert steps == list(range(1, len(steps) + 1)), "a step was lost or done again"
+    namespace.kubectl("delete", "pod", "halved", "--timeout=300s")
 
 
 def test_a_drained_scheduler_costs_no_step_and_a_deleted_driver_leaves_a_checkpoint_and_no_cluster(
