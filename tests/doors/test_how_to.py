@@ -18,7 +18,11 @@ from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
 BLOCKS = blocks_of(SHORT)
-CODE = [block for block in BLOCKS if block.language == "python" and block.needs in ("", *PACKAGES)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+# These packages take ten seconds to import.
+CODE = [block for block in PYTHON if not block.needs] + [
+    pytest.param(block, marks=pytest.mark.long) for block in PYTHON if block.needs in PACKAGES
+]
 CONFIGS = [block for block in BLOCKS if block.language == "json"]
 
 
