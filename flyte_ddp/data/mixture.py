@@ -1,5 +1,5 @@
-"""`Mixture`: samples of several sources of shards in proportions. The order does not depend on the
-number of ranks. Imports no torch.
+"""`Mixture`: samples or rows of several sources of shards in proportions. The order does not depend
+on the number of ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -23,6 +23,7 @@ from flyte_ddp.data.order import (
     Indices,
     Order,
 )
+from flyte_ddp.data.packed import Packed
 from flyte_ddp.data.permutation import derive_key, permute
 from flyte_ddp.data.schedule import VERSION as SCHEDULE_VERSION
 from flyte_ddp.data.schedule import BatchCounts, Schedule, ScheduledOrder
@@ -157,17 +158,18 @@ class MixedOrder(Order):
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Samples of several `Shards` in proportions.
+    """Samples of several `Shards`, or rows of several `Packed`, in proportions.
 
-    A mixture is used like `Shards`. In each lane, every block of 1,024 samples has an exact count
-    of each source. Blocks are smaller if a source is small.
+    A mixture is used like its sources. In each lane, every block of 1,024 samples has an exact
+    count of each source. Blocks are smaller if a source is small.
 
     With a schedule the proportions change at steps of the run. Each global batch has an exact count
     of each source: its share, rounded up or down in turn. A source that is read to its end begins
     again, in the order of its next epoch.
 
     Args:
-        sources: sources by name. Each source has its own transform.
+        sources: sources by name, all of one kind. Each source has its own transform. The rows of
+            `Packed` have one length.
         proportions: proportions of samples by the same names. Any numbers above 0 are possible.
         stop: "first_exhausted" ends an epoch before the first source has to begin again.
             "all_exhausted" ends it when every source has been read; the others begin again, in
@@ -178,6 +180,8 @@ class Mixture:
             first step is 0. Steps are the batches of whole epochs since epoch 0, of a recipe since
             its start. A weight may be 0. A run that goes on may change what lies ahead of it.
         num_samples: samples of an epoch with a schedule; by default as many as all sources have.
+        unit: "samples", or "tokens" for proportions of the tokens that are learned. These need
+            `Packed`, and follow from each source's mean number of targets in a row.
 
     Raises:
         ConfigError: an argument has a wrong value, or a source has too few samples.
@@ -190,27 +194,38 @@ class Mixture:
             ...  # one optimizer step
     """
 
-    sources: Mapping[str, Shards]
+    sources: Mapping[str, Shards | Packed]
     proportions: Mapping[str, float] | None = None
     stop: str = "first_exhausted"
     lanes: int | None = None
     _: KW_ONLY
     schedule: Sequence[tuple[int, Mapping[str, float]]] | None = None
     num_samples: int | None = None
+    unit: str = "samples"
     UNREADABLE: ClassVar[object] = Shards.UNREADABLE
-    _schedule: Schedule = field(init=False, repr=False)
+    _weights: Schedule = field(init=False, repr=False)  # shares in `unit`
 
     def __post_init__(self) -> None:
         for name, source in self.sources.items():
-            if not isinstance(source, Shards):
+            if not isinstance(source, (Shards, Packed)):
                 raise ConfigError(
-                    f"sources[{name!r}]: expected Shards, got a {type(source).__name__}"
+                    f"sources[{name!r}]: expected Shards or Packed, got a {type(source).__name__}"
                 )
             if source.lanes is not None:
                 raise ConfigError(
                     f"sources[{name!r}]: lanes: expected None, because the mixture has lanes, got "
                     f"{source.lanes}"
                 )
+        lengths = {getattr(each, "length", None) for each in self.sources.values()}
+        if len(lengths) > 1:
+            raise ConfigError(
+                "sources: expected Shards alone, or Packed with rows of one length, got both kinds "
+                f"or several lengths: {', '.join(map(str, lengths))}"
+            )
+        if self.unit not in ("samples", "tokens"):
+            raise ConfigError(f'unit: expected "samples" or "tokens", got {self.unit!r}')
+        if self.unit == "tokens" and None in lengths:
+            raise ConfigError('unit: expected "samples" for Shards, which count no tokens')
         for name in ("lanes", "num_samples"):
             value = getattr(self, name)
             if value is not None:
@@ -219,7 +234,7 @@ class Mixture:
             raise ConfigError(
                 f'stop: expected "first_exhausted" or "all_exhausted", got {self.stop!r}'
             )
-        object.__setattr__(self, "_schedule", self._read_schedule())
+        object.__setattr__(self, "_weights", self._read_schedule())
 
     def _read_schedule(self) -> Schedule:
         """Return the schedule. It has one part if the proportions never change."""
@@ -253,7 +268,7 @@ class Mixture:
         shards, number = self._find(sample)
         return shards.key(number)
 
-    def _find(self, sample: int) -> tuple[Shards, int]:
+    def _find(self, sample: int) -> tuple[Shards | Packed, int]:
         if sample < 0:
             raise IndexError(sample)
         number = sample % int(self._ends[-1])
@@ -263,11 +278,28 @@ class Mixture:
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the shards of some samples, several at once."""
+        for source, numbers in self._split(samples):
+            source.prefetch(numbers)
+
+    @property
+    def count_targets(self) -> Callable[[Sequence[int]], int] | None:
+        """The function that returns how many targets some rows have together; None for `Shards`,
+        which store no such numbers.
+        """
+        if all(isinstance(each, Packed) for each in self._all):
+            return self._count_targets
+        return None
+
+    def _count_targets(self, rows: Sequence[int]) -> int:
+        return sum(source.count_targets(numbers) for source, numbers in self._split(rows))
+
+    def _split(self, samples: Sequence[int]) -> Iterator[tuple[Any, list[int]]]:
+        """Yield each source of some samples, and the samples' numbers there."""
         numbers, places = np.asarray(samples) % self._ends[-1], self.find_sources(samples)
-        for source in np.unique(places).tolist():
-            shards = self._all[source]
-            first = int(self._ends[source]) - len(shards)
-            shards.prefetch((numbers[places == source] - first).tolist())
+        for number in np.unique(places).tolist():
+            source = self._all[number]
+            first = int(self._ends[number]) - len(source)
+            yield source, (numbers[places == number] - first).tolist()
 
     def find_sources(self, samples: Sequence[int]) -> Indices:
         """Return the numbers of the sources of some samples, (N,)."""
@@ -377,7 +409,20 @@ class Mixture:
         return self._all[number].make_order(self._num_lanes, seed, epoch, share)
 
     @functools.cached_property
-    def _all(self) -> list[Shards]:
+    def _schedule(self) -> Schedule:
+        """The shares of samples."""
+        if self.unit == "samples":
+            return self._weights
+        sizes = [len(each) / each.num_targets for each in self._all if isinstance(each, Packed)]
+        found = []
+        for shares in self._weights.shares:
+            rows = [share * size for share, size in zip(shares, sizes, strict=True)]
+            weights = dict(zip(self.sources, rows, strict=True))
+            found.append(read_shares("proportions", weights, self.sources, minimum=0))
+        return dataclasses.replace(self._weights, shares=tuple(found))
+
+    @functools.cached_property
+    def _all(self) -> list[Shards | Packed]:
         return list(self.sources.values())
 
     @functools.cached_property
@@ -410,4 +455,4 @@ class Mixture:
         raise ConfigError(f"sources: {expected}, got {got}")
 
 
-Stream: TypeAlias = Shards | Mixture  # data sets with an order of their own
+Stream: TypeAlias = Shards | Packed | Mixture  # data sets with an order of their own

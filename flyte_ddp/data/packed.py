@@ -177,6 +177,11 @@ class Packed(ShardStream):
         """Return how many targets some rows have together. Reads no row."""
         return int(self._counts.targets[rows].sum())
 
+    @property
+    def num_targets(self) -> int:
+        """The number of targets in all rows."""
+        return int(self._counts.targets.sum())
+
     def prefetch(self, rows: Sequence[int]) -> None:
         """Fetch the parts of shards with the documents of some rows, several at once."""
         found = [self._find(row)[0] for row in rows]

@@ -274,7 +274,7 @@ def as_stream(dataset: Any) -> Stream | None:
 def as_counted(dataset: Any) -> Any:
     """Return `dataset` if it has stored the numbers of its targets, as `Packed` has; else None."""
     stream = as_stream(dataset)
-    return stream if hasattr(stream, "count_targets") else None
+    return stream if getattr(stream, "count_targets", None) else None
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.data import Packed, Shards, loader, packed, row_counts
+from flyte_ddp.data import Mixture, Packed, Shards, loader, packed, row_counts
 from flyte_ddp.data.documents import measure
 from flyte_ddp.data.packing import WINDOW, assign_rows, pack, split_shard
 from flyte_ddp.errors import ConfigError, DataError
@@ -167,6 +167,66 @@ def test_all_numbers_of_ranks_and_processes_have_one_order_and_exact_weights(tmp
         batches, state = take(data, num_ranks, state, num_batches, num_workers)
         found += batches
     assert found == expected
+
+
+def make_sources(directory):
+    """Chats, in which fewer tokens are learned than in the texts beside them."""
+    chats = make_packed(CHATS, directory / "a", labels="labels", overlong="continue")
+    texts = make_documents(draw_lengths(300, seed=1))
+    for each in texts:
+        each["labels"] = [-100, *each["tokens"][1:]]
+    return {
+        "chat": chats,
+        "text": make_packed(texts, directory / "b", labels="labels", overlong="continue"),
+    }
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_mixture_of_packed_rows_has_one_order_and_exact_weights(is_scheduled, tmp_path):
+    weights = {"chat": 1, "text": 3}
+    proportions = {"proportions": weights}
+    if is_scheduled:
+        proportions = {"schedule": [(0, {"chat": 1, "text": 0}), (4, weights)], "num_samples": 100}
+    data = Mixture(make_sources(tmp_path), **proportions)
+    expected, _ = take(data, 1, {}, -1)
+    state, found = {}, []
+    for num_ranks, num_workers, num_batches in ((2, 1, 3), (5, 0, 2), (3, 0, -1)):
+        batches, state = take(data, num_ranks, state, num_batches, num_workers)
+        found += batches
+    assert found == expected
+    assert " rows " in data.key(0)
+
+
+def test_proportions_in_tokens_are_those_of_the_targets(tmp_path):
+    sources, found = make_sources(tmp_path), {}
+    for unit in ("samples", "tokens"):
+        data = Mixture(sources, {"chat": 1, "text": 1}, unit=unit)
+        rows = data.order(12, 0, 0).samples(numpy.arange(len(data)))
+        places = data.find_sources(rows)
+        found[unit] = [
+            data.count_targets(rows[places == 0].tolist()) / data.count_targets(rows.tolist()),
+            (places == 0).mean(),
+        ]
+    assert found["samples"][1] == pytest.approx(0.5, abs=0.02)
+    assert found["samples"][0] < 0.4
+    assert found["tokens"][0] == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "expected"),
+    [
+        ({"a": 8, "b": 16}, {}, "sources: expected Shards alone, or Packed .* lengths: "),
+        ({"a": 8, "b": None}, {}, "sources: expected Shards alone, or Packed .* both kinds"),
+        ({"a": None, "b": None}, {"unit": "tokens"}, 'unit: expected "samples" for Shards'),
+        ({"a": 8, "b": 8}, {"unit": "rows"}, "unit: expected .* got 'rows'"),
+    ],
+)
+def test_sources_that_do_not_mix_are_one_line(sources, options, expected):
+    made = {
+        name: Packed(Shards("x"), size) if size else Shards("x") for name, size in sources.items()
+    }
+    with raises_one_line(ConfigError, match=expected):
+        Mixture(made, {"a": 1, "b": 1}, **options)
 
 
 def test_ranks_get_about_equally_many_tokens(tmp_path):
