@@ -445,7 +445,11 @@ def test_a_worker_with_half_the_cores_is_named_and_left_out(
         """What the check has said of the limited pod. A busy machine may say it of others."""
         found = driver.records(run="halved", event="NodesFoundSlow")
         of_nodes = [each | {"at": event["at"]} for event in found for each in event["nodes"]]
-        return [each for each in of_nodes if not any(pod in each["label"] for pod in before)]
+        others = []
+        for each in of_nodes:
+            if not any(pod in each["label"] for pod in before):
+                others.append(each)
+        return others
 
     slow = eventually(named, 400, "the limited pod is named")[0]
     assert slow["probe"].startswith("cores")
