@@ -5,23 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.errors import NonFiniteLoss, log_failures
-from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, Reported
+from flyte_ddp.errors import NonFiniteLoss
+from flyte_ddp.events import EpochFinished, Reported
 from flyte_ddp.launch.protocol.messages import PHASES
 from flyte_ddp.rank.data import Samples
-from flyte_ddp.rank.reporter import Reporter
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
-from flyte_ddp.training import inspection
 from flyte_ddp.training.bad_steps import REMEDY
 from flyte_ddp.training.evaluation import Evaluation, sample_utilization
 from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import gradient_norm
 from flyte_ddp.training.progress import MetricSums, Stretch
+from flyte_ddp.training.result_reporter import ResultReporter
 from flyte_ddp.training.sources import SourceLosses
 from flyte_ddp.training.trained_state import TrainedState
 
@@ -33,7 +31,7 @@ MIN_LOSS_SCALE = 2.0**-10
 class Measures:
     """Sums up the steps of one rank, and reports them with the other ranks' sums."""
 
-    reporter: Reporter
+    reporter: ResultReporter
     parallelism: Parallelism
     state: TrainedState
     timer: StepTimer
@@ -41,8 +39,6 @@ class Measures:
     test: Samples
     num_batches: int  # batches in an epoch
     first_step_at: float = 0.0  # seconds since the epoch
-    # parts of the report that failed in this attempt: each is logged once
-    _failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.by_source = SourceLosses.open(self.train, self.parallelism)
@@ -105,10 +101,7 @@ class Measures:
             values |= self.by_source.average(sums.by_source)
         epoch = progress.step / self.num_batches
         reported = Reported(step=progress.step, epoch=epoch, values=values)
-        self.reporter.emit(reported)
-        if world.is_first:
-            with self._shown("result of on_step"):
-                self.parallelism.recipe.on_step(reported)
+        self.reporter.report_step(reported)
 
     def finish_epoch(self, evaluation: Evaluation, exchange: dict[str, Any]) -> EpochFinished:
         """Report the results since the last evaluation, and advance to the next epoch after a whole
@@ -117,12 +110,7 @@ class Measures:
         Args:
             exchange: the result of `Parallelism.exchange_seconds`.
         """
-        finished = self._measure(evaluation, exchange)
-        if self.parallelism.saves:
-            finished = self._show(finished)
-        if self.parallelism.world.is_first:
-            with self._shown("result of on_epoch"):
-                self.parallelism.recipe.on_epoch(finished)
+        finished = self.reporter.report_epoch(self._measure(evaluation, exchange))
         self.state.schedule.end_evaluation(finished)
         self.state.progress.note(finished)
         return finished
@@ -157,7 +145,7 @@ class Measures:
             share=progress.batch / self.num_batches,
             **exchange,
         )
-        with self._shown("figures"):
+        with self.reporter.log_failures("figures"):
             figures = {**finished.metrics, **read_figures(self.parallelism.recipe, finished)}
             utilization = self.sample_utilization * finished.samples_per_second
             if utilization:
@@ -165,28 +153,3 @@ class Measures:
             finished = dataclasses.replace(finished, metrics=figures)
         check_monitor(self.parallelism.config, ["test_loss", *finished.metrics])
         return finished
-
-    def _show(self, finished: EpochFinished) -> EpochFinished:
-        """Emit the results with views of the model. Return them with the recipe's sample."""
-        model, parallelism = self.state.model, self.parallelism
-        with self._shown("sample"):
-            sample = inspection.generate_sample(model, parallelism.recipe)
-            finished = dataclasses.replace(finished, sample=sample)
-        self.reporter.emit(finished)
-        with self._shown("histograms"):
-            histograms = inspection.take_histograms(model, parallelism)
-            self.reporter.emit(HistogramsTaken(finished.step, histograms))
-        interval = parallelism.config.prediction_interval
-        # The end of the run shows the predictions of the model that it keeps.
-        is_last = finished.epoch == parallelism.config.epochs
-        is_due = interval and finished.share == 1 and finished.epoch % interval == 0
-        if is_due and not is_last:
-            self.reporter.beat(finished.step)
-            with self._shown("predictions"):
-                made = inspection.make_predictions(model, self.test, parallelism)
-                self.reporter.emit(PredictionsMade(finished.epoch, made))
-        return finished
-
-    def _shown(self, what: str) -> AbstractContextManager[object]:
-        """Return a context that ends without the error of a part of the report."""
-        return log_failures(what, self._failed, (SystemExit,))

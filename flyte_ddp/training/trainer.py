@@ -27,6 +27,7 @@ from flyte_ddp.training.measures import Measures
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients
 from flyte_ddp.training.progress import Progress
+from flyte_ddp.training.result_reporter import ResultReporter
 from flyte_ddp.training.trained_state import TrainedState
 from flyte_ddp.training.watch import LossWatch, WatchedStep
 
@@ -62,9 +63,8 @@ class Trainer:
         notes = notes or RunNotes(parallelism)
         self.checkpoints = Checkpointer(session, parallelism, self.state, notes)
         self.bad_steps = BadSteps(self.checkpoints, LossWatch(config, world, train), size)
-        self.measures = Measures(
-            session.reporter, parallelism, self.state, self.timer, train, test, size
-        )
+        reporter = ResultReporter(session.reporter, parallelism, model, test)
+        self.measures = Measures(reporter, parallelism, self.state, self.timer, train, test, size)
 
     def fit(self) -> Progress:
         """Train the epochs that are not done yet.
