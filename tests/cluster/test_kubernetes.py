@@ -1009,7 +1009,7 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
 
     def look_back(run: driver.Run) -> None:
         if run.job.earlier_failure:
-            run._look_back(run.job.earlier_failure)
+            run.restarts.look_back(run.job.earlier_failure)
 
     monkeypatch.setattr(driver.Run, "drive", look_back)
 

@@ -34,20 +34,17 @@ from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
     NodeLost,
-    OutOfMemory,
     RankFailure,
-    StorageUnavailable,
     TrainingStopped,
     first_line,
     log_failures,
 )
 from flyte_ddp.launch.control.attempt import Attempt
 from flyte_ddp.launch.control.costs import Costs
-from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
 from flyte_ddp.launch.control.inside import Inside
-from flyte_ddp.launch.control.memory_note import read_note, write_note
 from flyte_ddp.launch.control.nodes import Nodes
-from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
+from flyte_ddp.launch.control.policy import AttemptEnd
+from flyte_ddp.launch.control.restarts import Restarts
 from flyte_ddp.launch.control.results import Destination, Results
 from flyte_ddp.launch.control.stored_steps import StoredSteps
 from flyte_ddp.launch.protocol.programs import Job, Kind, Program
@@ -237,9 +234,10 @@ class Run:
     results: Results | None = None  # receives the files that ranks submit
     num_attempts: int = 0
     attempt: Attempt | None = None  # the latest attempt
-    before: Before = field(default_factory=Before)  # the run up to the latest attempt
 
     def __post_init__(self) -> None:
+        place = self.place
+        self.restarts = Restarts(place.max_restarts, place.larger_memory, self.job.checkpoints)
         self.stored = StoredSteps(self.storage is not None, self.job.is_kept)
 
     def check_stop(self) -> None:
@@ -261,7 +259,7 @@ class Run:
     def drive(self) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
         if self.job.earlier_failure:
-            self._look_back(self.job.earlier_failure)
+            self.restarts.look_back(self.job.earlier_failure)
         ended = None
         while True:
             attempt = self._begin(ended)
@@ -339,31 +337,19 @@ class Run:
             origin = "its last checkpoint"
         else:
             origin = "the beginning"
-        self._follow(ended, attempt, origin)
+        world_size = attempt.nodes.world_size
+        program = self.restarts.follow(ended, attempt.reason, origin, self.job.program, world_size)
         if self.storage and (not memory_step or ended.is_store_outage):
             # raises StorageUnavailable
             self.wait_for(call_in_background(self.storage.names))
         self.job = dataclasses.replace(
             self.job,
+            program=program,
             stored=tuple(sorted(self.stored.steps or ())),
             is_in_memory=is_in_memory,
             ran_out_of_memory=self.job.ran_out_of_memory or ran_out,
         )
         return ended
-
-    def _look_back(self, failure: RankFailure) -> None:
-        """Raise OutOfMemory if the attempt of an earlier process was the second to run out of
-        memory. No event tells this process what the earlier one has stored.
-        """
-        newest_step = -1
-        with contextlib.suppress(StorageUnavailable):
-            newest_step = max(stored_steps(self.job.checkpoints), default=0)
-        ended = AttemptEnd(failure, 0, newest_step)
-        self.before = Before(oom_step=read_note(self.job.checkpoints))
-        decision = decide(ended, self.before, Rules(max_restarts=1))
-        self._note_lack_of_memory(ended, decision)
-        if decision is OutOfMemory:
-            raise self._make_error(ended, decision)
 
     def say_where_to_resume(self, stopped: TrainingStopped) -> None:
         """Add the newest checkpoint in the store to the message."""
@@ -376,55 +362,6 @@ class Run:
                 f"{stopped}. Its checkpoints are in {redact_url(job.checkpoints)}: the same run "
                 f"resumes there{at}",
             )
-
-    def _follow(self, ended: AttemptEnd, attempt: Attempt, origin: str) -> None:
-        """Prepare the next attempt, and log its reason and its starting point. Raise if there is no
-        next attempt.
-        """
-        failure, before = ended.failure, self.before
-        if ended.has_saved:
-            before = dataclasses.replace(before, num_restarts=0)
-        if ended.is_out_of_memory and before.oom_step is None:
-            before = dataclasses.replace(before, oom_step=read_note(self.job.checkpoints))
-        smaller = None
-        if isinstance(failure, RankFailure):
-            smaller = self.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
-        repeats_bugs = self.job.program.kind is not Kind.RECIPE
-        most = self.place.max_restarts
-        decision = decide(ended, before, Rules(most, repeats_bugs, smaller is not None))
-        if decision is Next.MOVE:
-            logger.warning("%s", describe_move(ended, attempt.reason))
-            return
-        self.before = before
-        if ended.is_out_of_memory:
-            self._note_lack_of_memory(ended, decision)
-        if decision is Next.SHRINK and smaller is not None and smaller.needs.batch is not None:
-            self.job = dataclasses.replace(self.job, program=smaller)
-            how = f"from {origin} with gradient_accumulation {smaller.needs.batch.num_parts}"
-        elif decision is Next.WAIT:
-            self.before = dataclasses.replace(self.before, previous=ended)
-            how = "when the store is back"
-        elif decision is Next.RESTART:
-            number = before.num_restarts + 1
-            self.before = dataclasses.replace(self.before, previous=ended, num_restarts=number)
-            how = f"from {origin} (restart {number} of at most {most})"
-        else:
-            raise self._make_error(ended, decision)
-        logger.warning("%s", describe_loss(ended, before, how, self.storage is not None))
-
-    def _make_error(self, ended: AttemptEnd, kind: Next | type[Exception]) -> Exception:
-        place = self.place
-        return make_error(
-            ended, kind, self.before.num_restarts, place.max_restarts, place.larger_memory
-        )
-
-    def _note_lack_of_memory(self, ended: AttemptEnd, decision: Next | type[Exception]) -> None:
-        """Remember from which step an attempt ran out of memory, for the attempts that follow."""
-        self.before = dataclasses.replace(self.before, oom_step=ended.resumed_step)
-        step = None
-        if decision is not OutOfMemory:
-            step = ended.resumed_step
-        write_note(self.job.checkpoints, step)
 
 
 @dataclass(eq=False)

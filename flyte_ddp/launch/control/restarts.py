@@ -1,0 +1,96 @@
+"""How a run goes on after an attempt: the decisions of policy.py, carried out and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+
+from flyte_ddp.checkpoints import stored_steps
+from flyte_ddp.errors import OutOfMemory, RankFailure, StorageUnavailable
+from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
+from flyte_ddp.launch.control.memory_note import read_note, write_note
+from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
+from flyte_ddp.launch.protocol.programs import Kind, Program
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Restarts:
+    """The restarts of one run."""
+
+    max_restarts: int  # see `Place`
+    larger_memory: str
+    checkpoints: str  # URL of the checkpoints; "" for a run without them
+    before: Before = field(default_factory=Before)  # the run up to the latest attempt
+
+    def look_back(self, failure: RankFailure) -> None:
+        """Raise OutOfMemory if the attempt of an earlier process was the second to run out of
+        memory. No event tells this process what the earlier one has stored.
+        """
+        newest_step = -1
+        with contextlib.suppress(StorageUnavailable):
+            newest_step = max(stored_steps(self.checkpoints), default=0)
+        ended = AttemptEnd(failure, 0, newest_step)
+        self.before = Before(oom_step=read_note(self.checkpoints))
+        decision = decide(ended, self.before, Rules(max_restarts=1))
+        self._note_lack_of_memory(ended, decision)
+        if decision is OutOfMemory:
+            raise self._make_error(ended, decision)
+
+    def follow(
+        self, ended: AttemptEnd, reason: str, origin: str, program: Program, world_size: int
+    ) -> Program:
+        """Return the program of the next attempt. Log why there is one, and where it starts. Raise
+        the error of the run if there is none.
+
+        Args:
+            reason: why the gang ended, if it has not failed; "" if it has.
+            origin: the point from which the next attempt starts, for the log.
+            program: what the last attempt ran, on `world_size` ranks.
+        """
+        failure, before = ended.failure, self.before
+        if ended.has_saved:
+            before = dataclasses.replace(before, num_restarts=0)
+        if ended.is_out_of_memory and before.oom_step is None:
+            before = dataclasses.replace(before, oom_step=read_note(self.checkpoints))
+        smaller = None
+        if isinstance(failure, RankFailure):
+            smaller = program.with_smaller_batches(failure, world_size)
+        repeats_bugs = program.kind is not Kind.RECIPE
+        rules = Rules(self.max_restarts, repeats_bugs, smaller is not None)
+        decision = decide(ended, before, rules)
+        if decision is Next.MOVE:
+            logger.warning("%s", describe_move(ended, reason))
+            return program
+        self.before = before
+        if ended.is_out_of_memory:
+            self._note_lack_of_memory(ended, decision)
+        if decision is Next.SHRINK and smaller is not None and smaller.needs.batch is not None:
+            program = smaller
+            how = f"from {origin} with gradient_accumulation {smaller.needs.batch.num_parts}"
+        elif decision is Next.WAIT:
+            self.before = dataclasses.replace(self.before, previous=ended)
+            how = "when the store is back"
+        elif decision is Next.RESTART:
+            number = before.num_restarts + 1
+            self.before = dataclasses.replace(self.before, previous=ended, num_restarts=number)
+            how = f"from {origin} (restart {number} of at most {self.max_restarts})"
+        else:
+            raise self._make_error(ended, decision)
+        logger.warning("%s", describe_loss(ended, before, how, bool(self.checkpoints)))
+        return program
+
+    def _make_error(self, ended: AttemptEnd, kind: Next | type[Exception]) -> Exception:
+        num_restarts = self.before.num_restarts
+        return make_error(ended, kind, num_restarts, self.max_restarts, self.larger_memory)
+
+    def _note_lack_of_memory(self, ended: AttemptEnd, decision: Next | type[Exception]) -> None:
+        """Remember from which step an attempt ran out of memory, for the attempts that follow."""
+        self.before = dataclasses.replace(self.before, oom_step=ended.resumed_step)
+        step = None
+        if decision is not OutOfMemory:
+            step = ended.resumed_step
+        write_note(self.checkpoints, step)
