@@ -28,7 +28,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.events.kinds import Figures, Timed
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.control import driver, states
-from flyte_ddp.launch.control.causes import find_cause
+from flyte_ddp.launch.control.gang_failures import find_cause
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.stalls import stall_failure
 from flyte_ddp.launch.protocol.messages import (

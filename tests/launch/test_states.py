@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost, RankFailure
-from flyte_ddp.launch.control.causes import (
+from flyte_ddp.launch.control.gang_failures import (
     CAUSE_GRACE,
     ECHO_GRACE,
     cause_grace,

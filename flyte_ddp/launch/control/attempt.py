@@ -1,22 +1,21 @@
 """One attempt: the ranks of all nodes, from their common start to their common end.
 
 Knows nothing of restarts, which driver.py decides. Does not know how its commands and messages
-travel: the `Nodes` of a place carry them. states.py decides the next state, and causes.py chooses
-the failure that counts.
+travel: the `Nodes` of a place carry them. states.py decides the next state, and gang_failures.py
+chooses the failure that counts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints.memory import name_memory
 from flyte_ddp.errors import NodeLost, TrainingStopped, first_line
-from flyte_ddp.launch.control.causes import Failure, find_cause
-from flyte_ddp.launch.control.gang_failures import Failures
+from flyte_ddp.launch.control.gang_failures import Failures, find_cause
 from flyte_ddp.launch.control.inspection import Inspection
 from flyte_ddp.launch.control.node_check import NodeCheck
 from flyte_ddp.launch.control.nodes import Node, Nodes
@@ -56,28 +55,31 @@ from flyte_ddp.launch.protocol.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 
+# Takes a file that a rank has submitted from its node.
+TakeResult = Callable[[Nodes, Node, Submitted], None]
 
-@dataclass(eq=False)
+
 class Attempt:
     """One gang, from its start to its end on every node."""
 
-    nodes: Nodes
-    emit: Callable[[events.Event], None]
-    relay: Callable[[str], None]
-    stop: StopRequest
-    shows_nodes: bool = False  # each line of a rank begins with its node
-    # takes a file that a rank has submitted from its node; None where no files are wanted
-    take_result: Callable[[Nodes, Node, Submitted], None] | None = None
-
-    state: State = field(default_factory=Starting)
-    step: int = 0  # latest step of the gang
-    progress_at: float = field(default_factory=time.monotonic)  # time of that step
-
-    def __post_init__(self) -> None:
-        self.paces = PaceWatch(self.nodes.world_size, self.emit)
-        self.inspection = Inspection(self.nodes, self.relay)
-        self.failures = Failures(self.nodes.nodes)
-        self.check = NodeCheck(self.nodes, self.emit)
+    def __init__(
+        self,
+        nodes: Nodes,
+        emit: Callable[[events.Event], None],
+        relay: Callable[[str], None],
+        stop: StopRequest,
+        shows_nodes: bool = False,  # each line of a rank begins with its node
+        take_result: TakeResult | None = None,  # None where no files are wanted
+    ) -> None:
+        self.nodes, self.stop = nodes, stop
+        self.state: State = Starting()
+        self.failures = Failures(nodes.nodes)
+        self.inspection = Inspection(nodes, relay)
+        self.check = NodeCheck(nodes, emit)
+        self.receiver = Receiver(
+            *(nodes, self.failures, self.inspection, self.check),
+            *(emit, relay, shows_nodes, take_result),
+        )
 
     def train(self, job: Job, num_restarts: int) -> bool:
         """Run the gang to its end. After that, no rank runs on a node that can be reached.
@@ -113,7 +115,7 @@ class Attempt:
         raise self._explain()
 
     def _advance(self, program: Program) -> None:
-        self._receive()
+        self.receiver.receive(self.state)
         if isinstance(self.state, Running) and not self.failures:
             stall = self.inspection.look(program)
             if stall:
@@ -171,6 +173,11 @@ class Attempt:
                     )
 
     @property
+    def step(self) -> int:
+        """The latest step of the gang."""
+        return self.receiver.step
+
+    @property
     def departures(self) -> list[Departure]:
         """The announced departures of nodes."""
         return [node.departure for node in self.nodes.nodes if node.departure]
@@ -202,53 +209,8 @@ class Attempt:
 
     def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""
-        idle = time.monotonic() - self.progress_at
+        idle = time.monotonic() - self.receiver.progress_at
         return events.AttemptEnded(self.step, reason, idle, len(self.departures))
-
-    def _receive(self) -> None:
-        for node, message in self.nodes.messages():
-            match message:
-                case Beat():
-                    node.beat = message
-                    self._note_step(message.step)
-                    self.paces.note(node.label, message.paces, self.step)
-                case Leaving(seconds) if node.departure is None:
-                    node.departure = Departure.announce(str(node), seconds, time.monotonic())
-                    if isinstance(self.state, (Starting, Running)):
-                        self.nodes.replace_leaving()
-                case Emitted(event):
-                    self._note_step(getattr(event, "step", 0))
-                    self.emit(event)
-                case Submitted() if self.take_result:
-                    self.take_result(self.nodes, node, message)
-                case Lines(lines):
-                    prefix = ""
-                    if self.shows_nodes:
-                        prefix = f"[node {node.index}] "
-                    for line in lines:
-                        self.relay(f"{prefix}{line}")
-                case Failed(failure) if node.outcome is None:
-                    self._note_failure(node, failure)
-                case Inspected():
-                    self.inspection.take(node, message)
-                case Checked():
-                    self.check.take(node, message)
-                case Profiled():
-                    self.inspection.take_profile(message)
-                case End() if node.outcome is None:
-                    self._note_end(node, message)
-
-    def _note_end(self, node: Node, end: End) -> None:
-        node.end = end
-        if end.outcome is Outcome.KILLED and isinstance(self.state, (Starting, Running)):
-            self._note_failure(node, NodeLost(end.how))  # the agent has lost this driver
-
-    def _note_step(self, step: int) -> None:
-        if step > self.step:
-            self.step, self.progress_at = step, time.monotonic()
-
-    def _note_failure(self, node: Node, failure: Failure) -> None:
-        self.failures.add_of(node, failure, isinstance(self.state, Stopping))
 
     def _explain(self) -> Exception:
         """Return the failure that has ended the gang."""
@@ -272,3 +234,72 @@ class Attempt:
             reports = [node.end.how for node in self.nodes.nodes if node.end and node.end.how]
             how = next(iter(reports), f"the run was stopped {at}")
         return TrainingStopped(f"{reason}: {how}", reason)
+
+
+@dataclass(eq=False)
+class Receiver:
+    """Takes messages to the nodes and the watches of one attempt that they concern."""
+
+    nodes: Nodes
+    failures: Failures
+    inspection: Inspection
+    check: NodeCheck
+    emit: Callable[[events.Event], None]
+    relay: Callable[[str], None]
+    shows_nodes: bool
+    take_result: TakeResult | None
+
+    step: int = 0  # latest step of the gang
+    progress_at: float = field(default_factory=time.monotonic)  # time of that step
+
+    def __post_init__(self) -> None:
+        self.paces = PaceWatch(self.nodes.world_size, self.emit)
+
+    def receive(self, state: State) -> None:
+        """Take the messages that have arrived. Wait a moment if there are none.
+
+        Args:
+            state: the state of the attempt.
+        """
+        is_running = isinstance(state, (Starting, Running))
+        for node, message in self.nodes.messages():
+            match message:
+                case Beat():
+                    node.beat = message
+                    self._note_step(message.step)
+                    self.paces.note(node.label, message.paces, self.step)
+                case Leaving(seconds) if node.departure is None:
+                    node.departure = Departure.announce(str(node), seconds, time.monotonic())
+                    if is_running:
+                        self.nodes.replace_leaving()
+                case Emitted(event):
+                    self._note_step(getattr(event, "step", 0))
+                    self.emit(event)
+                case Submitted() if self.take_result:
+                    self.take_result(self.nodes, node, message)
+                case Lines(lines):
+                    self._relay_lines(node, lines)
+                case Failed(failure) if node.outcome is None:
+                    self.failures.add_of(node, failure, isinstance(state, Stopping))
+                case Inspected():
+                    self.inspection.take(node, message)
+                case Checked():
+                    self.check.take(node, message)
+                case Profiled():
+                    self.inspection.take_profile(message)
+                case End() if node.outcome is None:
+                    node.end = message
+                    if message.outcome is Outcome.KILLED and is_running:
+                        lost = NodeLost(message.how)  # the agent has lost this driver
+                        self.failures.add_of(node, lost, is_stopping=False)
+
+    def _relay_lines(self, node: Node, lines: Sequence[str]) -> None:
+        prefix = ""
+        if self.shows_nodes:
+            prefix = f"[node {node.index}] "
+        for line in lines:
+            self.relay(f"{prefix}{line}")
+
+    def _note_step(self, step: int) -> None:
+        if step > self.step:
+            self.step, self.progress_at = step, time.monotonic()
