@@ -335,13 +335,6 @@ class ClusterConfig:
         return self.check_nodes == "always"
 
     @property
-    def pool(self) -> str:
-        """The kind of nodes that workers are placed on, as text."""
-        selector = self.kubernetes.pod_template.get("nodeSelector") or {}
-        labels = [f"{name}={value}" for name, value in sorted(selector.items())]
-        return ",".join([*labels, f"{self.gpus_per_node} GPUs"])
-
-    @property
     def enough_nodes(self) -> int:
         """Return the number of workers below which a run neither starts nor continues."""
         return self.min_nodes or self.num_nodes

@@ -44,13 +44,13 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
 
-    seen, are_prepared = [], scale_up.ScaleUpWatch._are_prepared
+    seen, is_over = [], scale_up.Preparation.is_over
 
-    def watch_preparation(watch, nodes, ready, now):
+    def watch_preparation(preparation, nodes, ready, now):
         seen.append({each.address for each in nodes} <= ready)
-        return are_prepared(watch, nodes, ready, now)
+        return is_over(preparation, nodes, ready, now)
 
-    monkeypatch.setattr(scale_up.ScaleUpWatch, "_are_prepared", watch_preparation)
+    monkeypatch.setattr(scale_up.Preparation, "is_over", watch_preparation)
 
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
@@ -182,9 +182,8 @@ def watch(monkeypatch):
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
         monkeypatch.setattr(scale_up.ScaleUpWatch, "_run", lambda self: None)
-        made = scale_up.ScaleUpWatch(
-            gang, sizes, config, present, check, prepared.extend, not_before
-        )
+        preparation = scale_up.Preparation(prepared.extend, config.start_timeout)
+        made = scale_up.ScaleUpWatch(gang, sizes, config, present, check, preparation, not_before)
 
         def seen(seconds):
             monkeypatch.setattr(scale_up.time, "monotonic", lambda: seconds)
@@ -226,7 +225,7 @@ def test_a_gang_trains_on_until_those_that_join_it_are_prepared(watch):
     assert seen(102) == 3
     seen.watch.replace(frozenset({worker("w-1", "10.0.0.1").address}))
     seen.watch.sizes, present.unprepared = [1], ("w-2", "w-3")
-    seen.watch._prepared_by.clear()
+    seen.watch.preparation._ends.clear()
     assert seen(200) == 1  # leaving nodes do not wait
     assert len(seen.prepared) == 2
 

@@ -37,7 +37,7 @@ from flyte_ddp.launch.nodes.dask.discovery import WorkerDiscovery
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.preemption import CLOSE_RESERVE
-from flyte_ddp.launch.nodes.dask.scale_up import ScaleUpWatch
+from flyte_ddp.launch.nodes.dask.scale_up import MAX_PREPARATION, Preparation, ScaleUpWatch
 from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
@@ -144,7 +144,7 @@ class DaskPlace:
         url = ""
         if run.job.is_kept and not run.job.output:
             url = run.job.checkpoints
-        return Reference(url, self.config.pool)
+        return Reference(url, describe_pool(self.config))
 
     def _is_connected(self) -> bool:
         """Return whether the scheduler answers. If it is another scheduler, connect a new client,
@@ -305,7 +305,7 @@ class DaskPlace:
             self.config,
             self._discovery,
             check_nodes,
-            prepare_nodes,
+            Preparation(prepare_nodes, min(self.config.start_timeout, MAX_PREPARATION)),
             not_before=self._grown_at + self.config.grow_interval,
         )
 
@@ -377,6 +377,13 @@ def check(program: Program, config: ClusterConfig) -> None:
             f"at none from {config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} "
             f"ranks each), or 0 for a run that needs all {config.num_nodes}, got {config.min_nodes}"
         )
+
+
+def describe_pool(config: ClusterConfig) -> str:
+    """Return the kind of nodes that workers are placed on, as text."""
+    selector = config.kubernetes.pod_template.get("nodeSelector") or {}
+    labels = [f"{name}={value}" for name, value in sorted(selector.items())]
+    return ",".join([*labels, f"{config.gpus_per_node} GPUs"])
 
 
 def usable_sizes(program: Program, config: ClusterConfig) -> list[int]:

@@ -27,6 +27,31 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
+class Preparation:
+    """The preparation of workers for the ranks that they may get."""
+
+    # Begins to prepare the nodes given; workers that are prepared have `has_agent`.
+    begin: Callable[[Sequence[DaskNode]], None]
+    timeout: float  # seconds after which a worker may join unprepared
+    # end of the wait for each worker, by address
+    _ends: dict[str, float] = field(default_factory=dict)
+
+    def is_over(self, nodes: Sequence[DaskNode], ready: set[str], now: float) -> bool:
+        """Return whether the nodes are `ready`, or have had the time for it. Begins to prepare
+        others.
+        """
+        missing = [each for each in nodes if each.address not in self._ends.keys() | ready]
+        if missing:
+            self.begin(missing)
+            self._ends.update((each.address, now + self.timeout) for each in missing)
+        return all(each.address in ready or now >= self._ends[each.address] for each in nodes)
+
+    def forget(self, now: float) -> None:
+        """Forget workers after their time: an agent that has waited for so long has ended."""
+        self._ends = {each: end for each, end in self._ends.items() if now < end}
+
+
+@dataclass(eq=False)
 class ScaleUpWatch:
     """Looks for workers, from a thread, until it is closed. A full gang needs spare
     ones alone.
@@ -39,8 +64,7 @@ class ScaleUpWatch:
     # Raises ConfigError if one of the given nodes cannot take part, and an error of any kind if the
     # gang could not save its state just now.
     check_nodes: Callable[[Sequence[DaskNode]], None]
-    # Begins to prepare the nodes given; workers that are prepared have `has_agent`.
-    prepare_nodes: Callable[[Sequence[DaskNode]], None]
+    preparation: Preparation
     not_before: float  # monotonic time before which the gang may not grow
 
     # addresses of the workers of the next gang, once it is possible
@@ -49,8 +73,6 @@ class ScaleUpWatch:
     leaving: frozenset[str] = frozenset()
     # time at which each idle worker was first seen, without workers that were away since
     _first_seen: dict[str, float] = field(default_factory=dict)
-    # end of the wait for the preparation of each worker, by address
-    _prepared_by: dict[str, float] = field(default_factory=dict)
     _problem: str = ""  # the latest problem, to log each once
     _spares: str = ""  # the latest line about spare nodes
     _is_over: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +126,7 @@ class ScaleUpWatch:
                 return frozenset()  # the next look leaves it out
         ready = {each.address for each in idle if each.has_agent}
         # A gang with leaving nodes does not wait.
-        if not self.leaving and not self._are_prepared(new, ready, now):
+        if not self.leaving and not self.preparation.is_over(new, ready, now):
             return frozenset()
         return frozenset(node.address for node in nodes)
 
@@ -117,9 +139,8 @@ class ScaleUpWatch:
         if idle:
             spares = assign_nodes(idle, min(wanted, len(idle)), self.config)
         ready, now = {each.address for each in idle if each.has_agent}, time.monotonic()
-        # An agent that has waited for long has ended.
-        self._prepared_by = {each: end for each, end in self._prepared_by.items() if now < end}
-        self._are_prepared(spares, ready, now)
+        self.preparation.forget(now)
+        self.preparation.is_over(spares, ready, now)
         names = [node.worker for node in spares if node.address in ready]
         text = f"{len(names)} of {wanted} spare nodes are ready: {', '.join(names) or 'none'}"
         if text != self._spares:
@@ -133,20 +154,6 @@ class ScaleUpWatch:
             return list(idle)
         delay = self.config.grow_delay
         return [each for each in idle if now - self._first_seen[each.address] >= delay]
-
-    def _are_prepared(self, nodes: Sequence[DaskNode], ready: set[str], now: float) -> bool:
-        """Return whether the nodes are `ready`, or have had the time for it. Begins to prepare
-        others.
-        """
-        asked = self._prepared_by.keys() | ready
-        missing = [each for each in nodes if each.address not in asked]
-        if missing:
-            self.prepare_nodes(missing)
-            deadline = now + min(self.config.start_timeout, MAX_PREPARATION)
-            self._prepared_by.update((each.address, deadline) for each in missing)
-        return all(
-            each.address in ready or now >= self._prepared_by[each.address] for each in nodes
-        )
 
     def _is_fit(self, each: Worker) -> bool:
         if len(each.gpus) < self.config.gpus_per_node:
