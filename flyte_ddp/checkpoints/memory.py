@@ -35,7 +35,7 @@ from flyte_ddp.storage.uncached_file import copy_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 NUM_FILES = 2  # files of each rank
 MAX_NAMED = 8  # nodes that a line names one by one
@@ -309,7 +309,7 @@ def _connect(source: int, rank: int, store: Store) -> Any:
     """Return the process group of two ranks: `source`, which is rank 0 of the group, and the rank
     with its copies.
     """
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+    from torch.distributed import PrefixStore, ProcessGroupGloo
 
     return ProcessGroupGloo(PrefixStore(f"{_name_copies(source)}/group", store), rank, 2, TIMEOUT)
 

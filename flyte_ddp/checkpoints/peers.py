@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from flyte_ddp.errors import StorageUnavailable, first_line
 from flyte_ddp.world import RankNotes, World

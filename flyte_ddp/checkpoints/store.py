@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from flyte_ddp.checkpoints.assembly import BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.files import (

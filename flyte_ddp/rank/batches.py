@@ -32,6 +32,7 @@ from flyte_ddp.rank.data import (
     message_of,
     seed_generators,
 )
+from flyte_ddp.rank.fast_start import find_root_mesh
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.rank.plan import (
     EpochPlan,
@@ -129,7 +130,7 @@ class EpochBatches:
         If a part of a mesh shares the samples, the ranks of the whole mesh count: the ranks of a
         tensor-parallel group read the same samples.
         """
-        root = getattr(self.shared_by, "_get_root_mesh", lambda: None)()
+        root = find_root_mesh(self.shared_by)
         if root is None:
             return None
         return sorted(root.mesh.flatten().tolist())

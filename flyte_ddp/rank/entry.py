@@ -59,7 +59,7 @@ from flyte_ddp.rank.session import Session
 from flyte_ddp.storage.redaction import redact_url
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 MAX_RETURNED_BYTES = 64 << 20
 ENDED = "flyte_ddp/num_ended"  # the store's counter of calls that have returned

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -126,6 +126,13 @@ def open_group_store() -> Store | None:
         return dist.distributed_c10d._get_default_store().clone()
     except (AttributeError, RuntimeError):  # not every kind of store can be opened twice
         return None
+
+
+def find_root_mesh(mesh: object) -> Any:
+    """Return the whole mesh of which this one is a part; None for no mesh, or without the name: all
+    ranks then count as readers of the same samples.
+    """
+    return getattr(mesh, "_get_root_mesh", lambda: None)()
 
 
 def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:

@@ -37,7 +37,7 @@ from flyte_ddp.rank.profiler import answer_profile
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch.distributed import Store, TCPStore
 
 # The share of the time before a stop in which a function may train on to its next save, if it
 # never asks whether to stop.
@@ -174,8 +174,7 @@ class RankProcess:
         """Return a new connection to the store, which rank 0's process serves. Call it once on
         rank 0. Operations have the default timeout of torch's process groups.
         """
-        # torch.distributed does not export its store for type checkers.
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import TCPStore
         from torch.distributed.constants import default_pg_timeout
 
         descriptor = None

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from flyte_ddp.checkpoints.assembly import BoxOf, assemble
 from flyte_ddp.checkpoints.files import Damaged, check_file, checkpoint_name

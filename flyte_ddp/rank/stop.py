@@ -18,7 +18,7 @@ from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.process.threads import start_thread
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
     from flyte_ddp.rank.link import RankProcess
 

@@ -28,7 +28,6 @@ import numpy
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -46,6 +45,7 @@ from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.snapshot import is_look
 from flyte_ddp.rehearsal.faults import FullFile, Refusal
 from flyte_ddp.rehearsal.seen import read_run
+from flyte_ddp.training.batch_norm import BatchNorm
 
 NUM_WEIGHTS = 4  # values of each parameter that are recorded, besides its sum
 GO = "go"  # file by which the paused ranks go on
@@ -289,7 +289,7 @@ class Steps:
             return
         if next(module.buffers(recurse=False), None) is not None:
             self.modules[id(module)] = module
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             self.notes.note_once("statistics", module=type(module).__name__)
 
 

@@ -5,13 +5,21 @@ here.
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules import batchnorm
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.world import World
+
+# The class of all these layers. Without its private name, only torch's own layers count.
+BatchNorm: Any = getattr(
+    batchnorm,
+    "_BatchNorm",
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+)
 
 
 def adapt(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
@@ -26,13 +34,13 @@ def adapt(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
     if config.sync_batch_norm and world.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             # A bound method, so that a deep copy of the module gets its own.
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(_forward, module)
     return model
 
 
-def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:
+def _forward(module: Any, inputs: Tensor) -> Any:
     has_statistics = module.running_mean is not None
     is_refused = not has_statistics
     if module.training:
@@ -59,7 +67,7 @@ def keep_frozen_statistics(model: nn.Module) -> None:
     If its statistics changed, the frozen layers would no longer compute the same function.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             parameters = list(module.parameters())
             if parameters and not any(parameter.requires_grad for parameter in parameters):
                 module.eval()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.errors import ConfigError

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.distributed import Store
 
 from flyte_ddp.checkpoints.assembly import slices
 from flyte_ddp.checkpoints.state import is_split, own_box
@@ -108,7 +107,7 @@ class FsdpParallelism(Parallelism):
                     "expanded one: add .clone()"
                 )
         for name, module in model.named_modules():
-            is_mixed = isinstance(module, _BatchNorm) and module.affine
+            is_mixed = isinstance(module, batch_norm.BatchNorm) and module.affine
             if is_mixed and self.half and self.world.device.type == "cpu":
                 raise ConfigError(
                     f'precision: expected "fp32" with "parallel": "fsdp" on CPUs, where a '

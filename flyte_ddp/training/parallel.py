@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.config import PARALLELISMS, TrainingConfig

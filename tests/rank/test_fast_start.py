@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from flyte_ddp.rank import fast_start
 
@@ -168,3 +169,26 @@ def test_the_timeout_of_a_group_is_read_if_torch_shows_it(group, monkeypatch):
     assert fast_start.group_timeout(torch.device("cpu")) == timedelta(seconds=77)
     monkeypatch.delattr(type(group.group.WORLD), "_get_backend")
     assert fast_start.group_timeout(torch.device("cpu")) == timedelta.max
+
+
+def test_the_whole_mesh_is_found_if_torch_shows_it(group, monkeypatch):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert fast_start.find_root_mesh(mesh["tp"]) == mesh
+    monkeypatch.delattr(type(mesh), "_get_root_mesh")
+    assert fast_start.find_root_mesh(mesh["tp"]) is None
+
+
+WITHOUT_BATCH_NORM = """
+import torch
+from torch import nn
+from torch.nn.modules import batchnorm
+del batchnorm._BatchNorm
+from flyte_ddp.training.batch_norm import keep_frozen_statistics
+model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).requires_grad_(False)
+keep_frozen_statistics(model)
+print(*(each.training for each in model))
+"""
+
+
+def test_the_layers_of_batch_norm_are_known_without_the_name_of_their_class():
+    assert run(WITHOUT_BATCH_NORM) == ["False", "True"]

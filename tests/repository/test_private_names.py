@@ -8,8 +8,11 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTED = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_current_frames"}
+DOCUMENTED |= {"_metadata"}  # a state dict has it
 # Names by file. Each file is the one place of a library, or of a part of it.
 NAMES = {
+    # Python
+    "process/interpreter.py": {"_config", "_forkserver", "_initializing", "_register_atexit"},
     # torch
     "rank/fast_start.py": {
         "_set_ddp_runtime_logging_sample_rate",
@@ -18,16 +21,24 @@ NAMES = {
         "_get_backend",
         "_get_default_store",
         "_timeout",
+        "_dump_snapshot",
+        "_get_root_mesh",
+        "_orig_mod",
     },
-    "rank/collectives.py": {"_world"},  # torch's flight recorder; imports no torch
+    "rank/collectives.py": {"_world", "_dump_fr_trace"},  # flight recorder; imports no torch
+    "checkpoints/state.py": {"_utils"},  # split tensors
+    "training/batch_norm.py": {"_BatchNorm"},
     "rehearsal/watch.py": {"_non_persistent_buffers_set"},
     # torchmetrics
     "training/metrics.py": {"_defaults", "_reductions"},
     # transformers
     "integrations/transformers.py": {"_load_from_checkpoint"},
+    "recipes/text/recipe.py": {"_no_split_modules"},
     # flytekit
+    "flyte/deck.py": {"_output_deck", "_write_decks"},
     "flyte/rank_call.py": {"_output_to_literal_map"},
     "flyte/distributed.py": {"_checkpoint_dest", "_checkpoint_src"},
+    "flyte2/distributed.py": {"_context"},
     # clients of stores
     "storage/filesystem.py": {"_strip_protocol", "_cache"},  # fsspec
     "storage/clients/s3.py": {"_call_s3"},
@@ -45,6 +56,14 @@ def private_names(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and not of_self(node):
             yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = getattr(node.args[1], "value", None)
+            if re.match("_[^_]", str(name)):
+                yield name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            path = [getattr(node, "module", None) or "", *(each.name for each in node.names)]
+            if not path[0].startswith("flyte_ddp"):
+                yield from (each for each in ".".join(path).split(".") if re.match("_[^_]", each))
 
 
 def own_names(tree):
