@@ -1,6 +1,6 @@
 """What an earlier version has begun or written, this version goes on with.
 
-The earlier version is a wheel, built from its tag.
+The earlier version is a wheel, built from its commit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from tests.support.shards import make_tree
 from tests.support.upgrade import NUM_EPOCHS, SAVE_INTERVAL
 
 EARLIER = "0.2.0"
+# The commit of its tag. A clone has it without the tag, unless it is shallow.
+COMMIT = "e732b913ddae4b363ab55a516d22633eb3ef549c"
 NUM_STEPS = 27  # number of steps of a run of `Tiny`
 
 pytestmark = pytest.mark.slow
@@ -42,14 +44,14 @@ def git(*arguments):
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory):
     """A directory with the installed wheel of the earlier version."""
-    if git("rev-parse", "--verify", "--quiet", f"{EARLIER}^{{commit}}").returncode:
+    if git("rev-parse", "--verify", "--quiet", f"{COMMIT}^{{commit}}").returncode:
         pytest.skip(
-            f"NOT TESTED: upgrades from {EARLIER}, because this clone lacks its tag; "
-            "to fetch it: git fetch --tags"
+            f"NOT TESTED: upgrades from {EARLIER}, because this clone is shallow; "
+            "to fetch the rest: git fetch --unshallow"
         )
     place = tmp_path_factory.mktemp("earlier")
     worktree = place / "worktree"
-    added = git("worktree", "add", "--detach", worktree, EARLIER)
+    added = git("worktree", "add", "--detach", worktree, COMMIT)
     assert added.returncode == 0, added.stderr
     try:
         wheel = build_wheel(place, worktree)
