@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+from flyte_ddp.process.devices import cpu_model
 
 TIMEOUT = 900.0  # seconds that one run of one command may take
 OUTPUT_TAIL = 20  # lines of a failed command's output in the error
@@ -186,17 +187,9 @@ def table(results: Sequence[Result]) -> str:
 def machine(num_cores: int) -> str:
     """Describe the machine in one line."""
     return (
-        f"{num_cores} cores of {_cpu_model()}, {platform.system()}, "
+        f"{num_cores} cores of {cpu_model() or platform.machine()}, {platform.system()}, "
         f"Python {platform.python_version()}, torch {version('torch')}"
     )
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _tail(output: str) -> str:

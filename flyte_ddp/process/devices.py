@@ -56,6 +56,16 @@ def num_cores() -> int:
     return max(1, int(cpu_count()))
 
 
+def cpu_model() -> str:
+    """Return the model of this machine's CPU; "" if the kernel does not report it."""
+    with contextlib.suppress(OSError):
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return ""
+
+
 def default_num_processes() -> int:
     """Return one rank per GPU; without GPUs, two ranks if there are two cores."""
     return num_gpus() or min(2, num_cores())

@@ -18,6 +18,7 @@ from typing import Any
 
 from flyte_ddp.launch.agent.probes import RateMeter
 from flyte_ddp.launch.protocol.messages import Check, Checked
+from flyte_ddp.process.devices import cpu_model
 from flyte_ddp.process.threads import start_thread
 
 PROBES = "flyte_ddp.launch.agent.probes"
@@ -159,12 +160,3 @@ def own_address(host: str) -> str:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
-
-
-def cpu_model() -> str:
-    """Return the model of this machine's CPU; "" if the kernel does not report it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return ""
