@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import socket
@@ -20,18 +21,33 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.events import NodeMeasured, Reported
 from flyte_ddp.launch.agent.main import DriverLink
-from flyte_ddp.launch.protocol.messages import PHASES, Beat, End, NodeJob, Outcome, Pace
+from flyte_ddp.launch.nodes.dask.worker import Agent
+from flyte_ddp.launch.protocol.messages import (
+    PHASES,
+    Beat,
+    Check,
+    Checked,
+    End,
+    NodeJob,
+    Outcome,
+    Pace,
+)
+from flyte_ddp.process.threads import call_in_background
 
 STEPS_PER_SECOND = 10
 REPORT_INTERVAL = 1.0  # seconds between two reports of rank 0, as of the counters of steps
 MEASURE_INTERVAL = 15.0  # seconds between two measurements of a node, as in its first 25 minutes
 START_THREADS = 32  # workers of a process that start at once, or ranks that meet
+# Dask's monitor in each worker lists the open files of its process, which are those of all nodes.
+MONITOR_INTERVAL = "60s"
+# answer of each node to the node check
+RATES = {"cores": 1e11, "memory": 1e10, "disk": 1e9}
 
 _meetings = ThreadPoolExecutor(START_THREADS)
 
@@ -45,7 +61,11 @@ class FakeRank:
         self.looked_at = 0.0
         self.measured_at = self.begun_at
         self.store: Any = None
-        self.meeting: Future[None] = _meetings.submit(self._meet)
+        self.meeting: Future[None]
+        if listener:  # the others wait for it, in all threads of the pool
+            self.meeting = call_in_background(self._meet)
+        else:
+            self.meeting = _meetings.submit(self._meet)
 
     def _meet(self) -> None:
         """Connect to the store of rank 0, as the first rank of the node."""
@@ -119,27 +139,14 @@ class _Process:
             socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
 
 
-class LightAgent:
-    """An agent with the methods of `flyte_ddp.launch.nodes.dask.worker.Agent`."""
-
-    def __init__(self, process: _Process, connection: Connection) -> None:
-        self.process = process
-        self.connection = connection
+class LightAgent(Agent):
+    """An agent whose process is this one."""
 
     @classmethod
     def start(cls, directories: Sequence[str], outputs: str) -> LightAgent:
         connection, ours = Pipe()
         threading.Thread(target=_serve, args=(ours,), daemon=True).start()
         return cls(_Process(ours), connection)
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def begin(self, job: bytes, listener: socket.socket | None) -> None:
-        self.connection.send_bytes(job)
-        if listener:
-            send_handle(self.connection, listener.fileno(), self.process.pid)
 
     def end(self) -> None:
         self.process.kill()
@@ -157,11 +164,20 @@ def _serve(connection: Connection) -> None:
                 if message.ranks.first_rank == 0:
                     listener = socket.socket(fileno=recv_handle(connection))
                 link = DriverLink(connection, message.driver_timeout)
+                link.check = functools.partial(_answer, link, message.ranks.node_rank)
                 _running.append(FakeRank(message, link, listener))
             elif link and not link.is_over.is_set():
                 link.obey(message)
     if link and not link.is_over.is_set():
         link.kill_ranks("the worker is gone")
+
+
+def _answer(link: DriverLink, index: int, check: Check) -> None:
+    """Answer a question of the node check."""
+    links: dict[int, float] = {}
+    if check.addresses:
+        links = {(index + step) % len(check.addresses): 1e9 for step in (-1, 1)}
+    link.send(Checked(check.number, RATES, links, [], ("127.0.0.1", 1 + index), "light"))
 
 
 _running: list[FakeRank] = []
@@ -179,8 +195,10 @@ def _run_ranks() -> None:
 
 async def run_workers(address: str, names: Sequence[str]) -> None:
     """Run a Dask worker for each of `names` until the standard input of this process ends."""
+    import dask
     from distributed import Worker
 
+    dask.config.set({"distributed.admin.system-monitor.interval": MONITOR_INTERVAL})
     threading.Thread(target=_run_ranks, daemon=True).start()
     places = asyncio.Semaphore(START_THREADS)
     directory = tempfile.mkdtemp(prefix="light-nodes-")  # the code is unpacked there once

@@ -33,11 +33,13 @@ from benchmarks.light_nodes import LightAgent
 from benchmarks.measure import machine, show_rows
 from flyte_ddp.cluster.config import ClusterConfig, dask_config
 from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.config.waits import LINE_INTERVAL
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.messages import Beat
@@ -80,6 +82,24 @@ class Cost:
     attempt: Cpu  # from the death of a node's processes to the start of the next attempt
     recovery: Cpu  # from then to the first step of it
     smaller: Cpu  # while one node is missing
+
+
+@dataclass
+class Gang:
+    """What the driver knows of its nodes in the latest attempt."""
+
+    nodes: Sequence[DaskNode] = ()
+    num_beats: int = 0  # heartbeats that the driver got
+
+    def __str__(self) -> str:
+        counts = {
+            "have taken their job": sum(node.is_admitted for node in self.nodes),
+            "have an agent": sum(node.is_started for node in self.nodes),
+            "have met the others": sum(node.beat.has_reported for node in self.nodes),
+            "have ended": sum(node.end is not None for node in self.nodes),
+        }
+        of_nodes = ", ".join(f"{count} {what}" for what, count in counts.items())
+        return f"of {len(self.nodes)} nodes, {of_nodes}"
 
 
 class Watch:
@@ -134,16 +154,16 @@ def run_nodes(num_nodes: int) -> Iterator[tuple[Nodes, subprocess.Popen[bytes]]]
 
 def measure(num_nodes: int) -> Cost:
     """Run a gang of `num_nodes`, take its costs, and kill its last node."""
-    with run_nodes(num_nodes) as (nodes, victim), count_beats() as beats:
+    with run_nodes(num_nodes) as (nodes, victim), follow_gang() as gang:
         with tempfile.TemporaryDirectory(prefix="many-nodes-") as checkpoints:
-            return _measure(num_nodes, nodes, victim, beats, checkpoints)
+            return _measure(num_nodes, nodes, victim, gang, checkpoints)
 
 
 def _measure(
     num_nodes: int,
     nodes: Nodes,
     victim: subprocess.Popen[bytes],
-    beats: list[int],
+    gang: Gang,
     checkpoints: str,
 ) -> Cost:
     cluster = ClusterConfig(
@@ -152,6 +172,7 @@ def _measure(
         num_nodes=num_nodes,
         min_nodes=num_nodes - 1,
         return_timeout=0.1,
+        check_nodes="always",
     )
     watch, stop = Watch(), StopRequest()
     job = Job(Program("no ranks", b"", packages=("benchmarks",)), checkpoints, time.time())
@@ -168,24 +189,29 @@ def _measure(
             with contextlib.suppress(TrainingStopped):
                 driver.run(job, DaskPlace(client, cluster), None, [watch], stop=stop)
 
+    def describe() -> str:
+        if not begun:
+            return f"not all of {num_nodes} workers are there"
+        return f"attempt {watch.num_attempts}: {gang}"
+
     def take_window() -> Cpu:
         time.sleep(SETTLE_TIME)
-        before, beats[:] = cpu(), [0]
+        before, gang.num_beats = cpu(), 0
         time.sleep(WINDOW)
         return cpu().since(before)
 
-    begun: list[Cpu] = []
+    begun: list[Cpu] = []  # once all workers are there
     thread = threading.Thread(target=run, name="driver")
     thread.start()
     try:
-        _wait_until(thread, lambda: watch.num_met == 1)
+        _wait_until(thread, lambda: watch.num_met == 1, describe)
         start = cpu().since(begun[0])
-        window, num_beats = take_window(), beats[0]
+        window, num_beats = take_window(), gang.num_beats
         before = cpu()
         victim.kill()
-        _wait_until(thread, lambda: watch.num_attempts == 2)
+        _wait_until(thread, lambda: watch.num_attempts == 2, describe)
         attempt = cpu().since(before)
-        _wait_until(thread, lambda: watch.num_met == 2)
+        _wait_until(thread, lambda: watch.num_met == 2, describe)
         recovery = cpu().since(before)
         return Cost(num_nodes, start, window, num_beats, attempt, recovery, take_window())
     finally:
@@ -195,29 +221,38 @@ def _measure(
 
 
 @contextlib.contextmanager
-def count_beats() -> Iterator[list[int]]:
-    """Give the workers light agents, and yield the number of heartbeats that the driver gets."""
-    messages, agent, count = DaskNodes.messages, worker.Agent, [0]
+def follow_gang() -> Iterator[Gang]:
+    """Give the workers light agents, and yield what the driver knows of them."""
+    messages, agent, gang = DaskNodes.messages, worker.Agent, Gang()
 
     def messages_counted(nodes: DaskNodes) -> Iterator[tuple[Node, Any]]:
+        gang.nodes = nodes.nodes
         for node, message in messages(nodes):
-            count[0] += isinstance(message, Beat)
+            gang.num_beats += isinstance(message, Beat)
             yield node, message
 
     DaskNodes.messages = messages_counted  # type: ignore[method-assign]
-    worker.Agent = LightAgent  # type: ignore[misc,assignment]
+    worker.Agent = LightAgent  # type: ignore[misc]
     try:
-        yield count
+        yield gang
     finally:
         DaskNodes.messages = messages  # type: ignore[method-assign]
         worker.Agent = agent  # type: ignore[misc]
 
 
-def _wait_until(thread: threading.Thread, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
+def _wait_until(
+    thread: threading.Thread, condition: Callable[[], bool], describe: Callable[[], str]
+) -> None:
+    """Wait for the condition. Print every ten seconds what has come of it so far."""
+    begun = time.monotonic()
+    next_line_at = begun + LINE_INTERVAL
     while not condition():
-        if not thread.is_alive() or time.monotonic() > deadline:
-            raise RuntimeError("the gang has ended, or did not come so far in time")
+        now = time.monotonic()
+        if not thread.is_alive() or now > begun + START_TIMEOUT:
+            raise RuntimeError(f"the gang did not come so far in time: {describe()}")
+        if now > next_line_at:
+            next_line_at = now + LINE_INTERVAL
+            print(f"after {now - begun:.0f} s: {describe()}", file=sys.stderr, flush=True)
         time.sleep(0.02)
 
 
