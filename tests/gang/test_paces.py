@@ -4,6 +4,8 @@ phase.
 
 from __future__ import annotations
 
+import statistics
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ import flyte_ddp
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import RunState, StragglersFound
 from flyte_ddp.launch.control import paces
-from flyte_ddp.launch.control.paces import PaceWatch
+from flyte_ddp.launch.control.paces import PaceWatch, median_of_others
 from flyte_ddp.launch.protocol.messages import Pace
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, STEP, StepTimer
 from flyte_ddp.recipes import Recipe
@@ -154,6 +156,31 @@ def test_what_counts_as_slow(monkeypatch, per_step, devices, pace, named):
     gang = Gang(monkeypatch, devices, pace)
     gang.train(600, *per_step)
     assert gang.named == ([named] if named else [])
+
+
+def test_the_median_of_the_others_is_that_of_a_list_without_one_value():
+    for values in ([1.0, 3.0], [1.0, 1.0, 5.0], [1.0, 3.0, 4.0, 9.0], [2.0, 2.0, 2.0, 7.0, 8.0]):
+        for index, own in enumerate(values):
+            others = values[:index] + values[index + 1 :]
+            assert median_of_others(values, own) == statistics.median(others)
+
+
+def test_the_comparison_of_many_ranks_takes_work_in_proportion_to_them(monkeypatch):
+    def count_calls(num_ranks):
+        gang, calls = Gang(monkeypatch, [""] * num_ranks), 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            gang.train(31, *[EVEN] * (num_ranks - 1), SLOW)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert count_calls(256) < 6 * count_calls(64)
 
 
 def test_a_pause_of_all_ranks_and_one_of_one_rank_are_not_named(monkeypatch):

@@ -7,14 +7,15 @@ processes and nodes.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp import events
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.launch.protocol.messages import PHASES, Pace
 
 # seconds until a rank that became slow, or fast again, is reported: less than a minute
@@ -38,6 +39,7 @@ class PaceWatch:
     _latest: dict[int, Pace] = field(default_factory=dict)
     _begun: dict[int, Pace] = field(default_factory=dict)  # paces at the start of the window
     _begun_at: float = 0.0
+    _look_at: float = 0.0  # monotonic: when to look again whether the window is over
     # slow ranks of each of the last windows
     _windows: list[dict[int, events.Straggler]] = field(default_factory=list)
 
@@ -50,8 +52,9 @@ class PaceWatch:
             return
         if not self._begun:
             self._begun, self._begun_at = dict(self._latest), now
-        if now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS:
+        if now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS or now < self._look_at:
             return
+        self._look_at = now + BEAT_INTERVAL / 2  # many nodes send many heartbeats
         steps = {
             rank: pace.num_steps - self._begun[rank].num_steps
             for rank, pace in self._latest.items()
@@ -63,33 +66,53 @@ class PaceWatch:
             pairs = zip(pace.seconds, self._begun[rank].seconds, strict=True)
             means[rank] = [(spent - before) / steps[rank] for spent, before in pairs]
         interval = (now - self._begun_at) / max(steps.values())
-        window = {}
-        for rank in means:
-            straggler = self._compare(rank, means, interval)
-            if straggler:
-                window[rank] = straggler
-        self._windows.append(window)
+        self._windows.append(self._find_slow(means, interval))
         self._begun, self._begun_at = dict(self._latest), now
         self._conclude(step)
 
-    def _compare(
-        self, rank: int, means: dict[int, list[float]], interval: float
-    ) -> events.Straggler | None:
-        """Return how a rank is slower than the other ranks on its kind of GPU; None if it is not.
+    def _find_slow(
+        self, means: dict[int, list[float]], interval: float
+    ) -> dict[int, events.Straggler]:
+        """Return how ranks are slower than the other ranks on their kind of GPU.
 
         Args:
+            means: seconds per step in each phase, by rank.
             interval: seconds from the start of one step to the start of the next.
         """
-        own, kind = means[rank], _kind_of_gpu(self._latest[rank])
-        others = [
-            each
-            for number, each in means.items()
-            if number != rank and _kind_of_gpu(self._latest[number]) == kind
-        ]
-        if not others:
-            return None
-        medians = [statistics.median(times) for times in zip(*others, strict=True)]
-        median = statistics.median(sum(each) for each in others)
+        kinds: dict[str, list[int]] = {}
+        for rank in means:
+            kinds.setdefault(_kind_of_gpu(self._latest[rank]), []).append(rank)
+        slow = {}
+        for ranks in kinds.values():
+            if len(ranks) < 2:
+                continue
+            # Each list is sorted once: with a thousand ranks, a list for each rank takes seconds.
+            times = [means[rank] for rank in ranks]
+            totals = sorted(map(sum, times))
+            phases = [sorted(phase) for phase in zip(*times, strict=True)]
+            for rank in ranks:
+                straggler = self._compare(rank, means[rank], totals, phases, interval)
+                if straggler:
+                    slow[rank] = straggler
+        return slow
+
+    def _compare(
+        self,
+        rank: int,
+        own: list[float],
+        totals: list[float],
+        phases: list[list[float]],
+        interval: float,
+    ) -> events.Straggler | None:
+        """Return how a rank is slower than the others; None if it is not.
+
+        Args:
+            own: seconds per step in each phase.
+            totals: sorted sums of `own`, of all ranks with this one.
+            phases: sorted seconds of all ranks in each phase.
+        """
+        medians = [median_of_others(times, mine) for times, mine in zip(phases, own, strict=True)]
+        median = median_of_others(totals, sum(own))
         excesses = [mine - theirs for mine, theirs in zip(own, medians, strict=True)]
         phase = max(range(len(own)), key=excesses.__getitem__)
         is_slow = False
@@ -135,3 +158,12 @@ class PaceWatch:
 def _kind_of_gpu(pace: Pace) -> str:
     """Return the kind of the rank's GPU; "" for a CPU."""
     return pace.device.partition(" (cuda")[0]
+
+
+def median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of sorted values without `own`, which is one of at least two."""
+    place = bisect.bisect_left(ordered, own)
+    num_others = len(ordered) - 1
+    middle = ((num_others - 1) // 2, num_others // 2)  # the same twice for an odd number
+    low, high = (ordered[each + (each >= place)] for each in middle)
+    return (low + high) / 2
