@@ -135,6 +135,23 @@ def test_a_silent_worker_delays_no_other_workers_answer():
     assert set(answers.values()) == {7}
 
 
+def test_a_thousand_workers_are_not_all_asked_at_once():
+    asked, most = 0, 0
+
+    async def run(function, *arguments, workers, **options):
+        nonlocal asked, most
+        asked += len(workers)
+        most = max(most, asked)
+        await asyncio.sleep(0.01)
+        asked -= len(workers)
+        return {address: function(*arguments) for address in workers}
+
+    client = SimpleNamespace(run=run, sync=lambda call, *arguments: asyncio.run(call(*arguments)))
+    answers = calls.call_workers(client, [str(each) for each in range(1024)], int, "7")
+    assert set(answers.values()) == {7}
+    assert most == calls.MAX_REQUESTS * calls.CALLS_PER_REQUEST < len(answers)
+
+
 def test_a_worker_that_has_just_ended_an_attempt_is_not_asked_again(monkeypatch):
     listed = {"a": ["node-a", "1", False], "b": ["node-b", "2", False]}
     asked = []

@@ -21,6 +21,8 @@ from flyte_ddp.process import devices, temporary_directories
 
 # workers that one request asks: one for each worker costs driver and scheduler a millisecond
 CALLS_PER_REQUEST = 32
+# requests at a time: a request to a thousand workers at once may time out before its turn comes
+MAX_REQUESTS = 8
 
 # Pickle code for the workers by value: they may have no such module, or an older one.
 for module in (worker, preemption, relay, devices, temporary_directories):
@@ -50,22 +52,24 @@ def call_workers(
     *arguments: Any,
     timeout: float = ANSWER_TIMEOUT,
 ) -> dict[str, Any]:
-    """Call `function` in each of the workers at once, outside their tasks. Return answers or
-    exceptions by address.
+    """Call `function` in each of the workers, outside their tasks. Return answers or exceptions by
+    address.
 
-    A worker that does not answer within `timeout` seconds yields a TimeoutError and does not delay
+    A worker that does not answer within `timeout` seconds yields a TimeoutError and hardly delays
     the others.
     """
+    places = asyncio.Semaphore(MAX_REQUESTS)
 
     async def call(asked: Sequence[str]) -> dict[str, Any]:
-        answers = client.run(
-            function, *arguments, workers=asked, on_error="return", asynchronous=True
-        )
-        try:
-            return dict(await asyncio.wait_for(answers, timeout))
-        except Exception as error:
-            if len(asked) == 1:
-                return {asked[0]: error}
+        async with places:
+            answers = client.run(
+                function, *arguments, workers=asked, on_error="return", asynchronous=True
+            )
+            try:
+                return dict(await asyncio.wait_for(answers, timeout))
+            except Exception as error:
+                if len(asked) == 1:
+                    return {asked[0]: error}
         return await call_each(asked, 1)  # one of the workers does not answer
 
     async def call_each(asked: Sequence[str], size: int) -> dict[str, Any]:
