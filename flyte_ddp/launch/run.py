@@ -40,6 +40,7 @@ from flyte_ddp.config.fields import check_object, field, finite_number, whole_nu
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.control.reference import read_slow_nodes
 from flyte_ddp.launch.control.results import Destination
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
@@ -195,6 +196,7 @@ class Gang:
         program: Program,
         name: str = "",
         report_wait: Callable[[str], None] = logger.info,
+        checkpoints: str = "",
     ) -> Iterator[driver.Place]:
         """Yield the place of the gang's ranks, with a cluster for the length of the block if they
         need one.
@@ -202,6 +204,8 @@ class Gang:
         Args:
             name: name of the run, unique in a namespace. A new cluster on Kubernetes gets it.
             report_wait: gets what a new cluster waits for, about every ten seconds.
+            checkpoints: place of the run's checkpoints. A new cluster on Kubernetes avoids the
+                nodes that were slow in an earlier attempt.
 
         Raises:
             ConfigError: before anything is started, if `program` cannot run at this size, or the
@@ -212,11 +216,14 @@ class Gang:
             yield LocalPlace(self.num_processes(), self.max_restarts, self.master_port)
             return
         from flyte_ddp.cluster import connect
+        from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes
         from flyte_ddp.launch.nodes.dask.place import DaskPlace, check
 
         config = self.cluster_config()
         check(program, config)
         name = name or f"run-{os.urandom(4).hex()}"
+        if checkpoints and config.resolved_kind == "kubernetes":
+            config = avoid_nodes(config, read_slow_nodes(checkpoints))
         with contextlib.ExitStack() as stack:
             client = self.client or stack.enter_context(
                 connect.open_cluster(config, name, report_wait)
@@ -418,8 +425,11 @@ def run_job(
     ranks are on this machine.
     """
     check_run_id(job.run)
-    with gang.open_place(job.program, name) as place, contextlib.ExitStack() as stack:
-        checkpoints = job.checkpoints
+    checkpoints = job.checkpoints
+    with (
+        gang.open_place(job.program, name, checkpoints=checkpoints) as place,
+        contextlib.ExitStack() as stack,
+    ):
         is_kept = job.is_kept and bool(checkpoints)
         if not checkpoints and gang.is_on_this_machine:  # restarts within the run need a place
             checkpoints = stack.enter_context(temporary_directory("checkpoints-"))

@@ -130,7 +130,8 @@ class TaskRun:
         waits = WaitReporter(self.say, writer, report, self.publisher)
         if not self.execution.is_local:
             self.say(f"to look into this run: flyte-ddp status {redact_url(job.checkpoints)}")
-        with gang.open_place(program, self.name, show_waits(job, waits.report)) as place:
+        show = show_waits(job, waits.report)
+        with gang.open_place(program, self.name, show, job.checkpoints) as place:
             listeners: list[Listener] = [self.bar, writer]
             if self.tracking:
                 history = self.files.url(HISTORY) or str(history_file)

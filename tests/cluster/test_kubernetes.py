@@ -32,6 +32,7 @@ from flyte_ddp.cluster.kubernetes.checks import (
 )
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
+    avoid_nodes,
     cluster_name,
     cluster_spec,
     further_workers,
@@ -103,6 +104,26 @@ ROUTES = (
 
 def kubernetes(**fields: Any) -> ClusterConfig:
     return ClusterConfig(kubernetes=KubernetesConfig(**fields))
+
+
+def test_workers_prefer_nodes_that_were_not_slow_and_the_users_own_preference_wins():
+    config = ClusterConfig(kind="kubernetes", num_nodes=2)
+    assert avoid_nodes(config, []) == config
+    spec = cluster_spec(avoid_nodes(config, ["node-1", "node-7"]), "ddp-x-00000000")["spec"]
+    others = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1", "node-7"]}
+    assert spec["worker"]["spec"]["affinity"] == {
+        "nodeAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 100, "preference": {"matchExpressions": [others]}}
+            ]
+        }
+    }
+    assert "affinity" not in spec["scheduler"]["spec"]
+    own = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    given = config.with_pods(pod_template={"affinity": own, "priorityClassName": "high"})
+    pod = cluster_spec(avoid_nodes(given, ["node-1"]), "ddp-x-00000000")["spec"]["worker"]["spec"]
+    assert pod["affinity"] == own
+    assert pod["priorityClassName"] == "high"
 
 
 def test_the_whole_specification_of_a_gpu_cluster() -> None:

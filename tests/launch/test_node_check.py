@@ -10,7 +10,10 @@ import time
 
 import pytest
 
+from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes
+from flyte_ddp.errors import ClusterError
 from flyte_ddp.launch.agent.node_check import (
     NodeProbes,
     fetch,
@@ -19,9 +22,11 @@ from flyte_ddp.launch.agent.node_check import (
 )
 from flyte_ddp.launch.control.node_check import NodeCheck, find_slow, rate_links
 from flyte_ddp.launch.control.nodes import Node, Nodes
-from flyte_ddp.launch.control.reference import Reference
+from flyte_ddp.launch.control.reference import Reference, read_slow_nodes
 from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
-from flyte_ddp.launch.protocol.messages import Check, Checked
+from flyte_ddp.launch.protocol.messages import Check, Checked, Go
+from flyte_ddp.launch.run import Gang as Resources
+from flyte_ddp.launch.run import function_program
 from flyte_ddp.process.cgroups import usable_cores
 from tests.support.dask_runs import worker
 
@@ -100,7 +105,7 @@ class Gang(Nodes):
     def answer(self, check, *cores, problems=()):
         """Answer the newest question, with the rate of the cores of each node."""
         check.look()
-        question = self.sent[-1]
+        question = [each for each in self.sent if isinstance(each, Check)][-1]
         for node, rate in zip(self.nodes, cores, strict=True):
             rates = {"cores": rate} if question.is_machine and rate else {}
             address = ("127.0.0.1", 1 + node.index)
@@ -132,6 +137,7 @@ def test_a_node_is_named_when_it_is_slow_twice(check, caplog):
         Check(1, True),
         Check(2, False, addresses),
         Check(3, True, addresses),
+        Go(),  # the question is no longer repeated
     ]
     (event,) = found
     assert str(event.nodes[0]) == "node 2 is slow: cores (A) at 0 M/s, 0.50 of the median"
@@ -147,10 +153,40 @@ def test_a_node_that_is_slow_once_is_not_named_and_problems_are_one_line(check, 
     gang.answer(one, 4.0, 2.0, 4.0)
     one.look()
     one.look()
-    assert len(gang.sent) == 3
+    assert len(gang.sent) == 4
     assert not found
     lines = [each for each in caplog.messages if "node 1" in each]
     assert lines == ["node 1 could not be checked: disk: OSError: full; cores: none"]
+
+
+def test_a_later_cluster_of_the_run_knows_the_nodes_that_were_slow(check, tmp_path, monkeypatch):
+    for slow in ("machine-2", "machine-1"):
+        one, gang, _ = check(3)
+        for node in gang.nodes:
+            node.machine = f"machine-{node.index}"
+        rates = [2.0 if node.machine == slow else 4.0 for node in gang.nodes]
+        for values in (rates, (0, 0, 0), rates):
+            gang.answer(one, *values)
+        one.look()
+        deadline = time.monotonic() + 10
+        while slow not in read_slow_nodes(str(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    opened = []
+
+    def open_cluster(config, *_):
+        opened.append(config)
+        raise ClusterError("enough seen")
+
+    monkeypatch.setattr(connect, "open_cluster", open_cluster)
+    gang = Resources(nnodes=2, cluster={"kind": "kubernetes"})
+    program = function_program(print, (), {})
+    with pytest.raises(ClusterError), gang.open_place(program, checkpoints=str(tmp_path)):
+        pass
+    (config,) = opened
+    assert config == avoid_nodes(gang.cluster_config(), ["machine-1", "machine-2"])
+    assert read_slow_nodes(str(tmp_path / "empty")) == []
+    assert read_slow_nodes("no-such-protocol://x") == []
 
 
 def test_two_nodes_are_compared_with_what_an_earlier_check_has_stored(check, tmp_path):
@@ -170,7 +206,7 @@ def test_a_gang_whose_nodes_answer_nothing_has_no_verdict(check):
     for _ in range(2):
         gang.answer(one, 0, 0, 0)
     one.look()
-    assert (len(gang.sent), found) == (2, [])
+    assert (gang.sent[2:], found) == ([Go()], [])
 
 
 def test_a_slow_worker_is_used_only_if_there_are_too_few_others():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -128,6 +128,22 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "metadata": metadata,
         "spec": spec,
     }
+
+
+def avoid_nodes(config: ClusterConfig, names: Sequence[str]) -> ClusterConfig:
+    """Return the config of a cluster whose workers prefer all other Kubernetes nodes.
+
+    They do not require other nodes: a run that has only slow ones trains there. A preference of
+    the user's own `pod_template` replaces this one.
+    """
+    if not names:
+        return config
+    others = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(names)}
+    preferred = [{"weight": 100, "preference": {"matchExpressions": [others]}}]
+    own = {
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    }
+    return config.with_pods(pod_template=merge_pod(own, config.kubernetes.pod_template))
 
 
 def further_workers(config: ClusterConfig, cluster: Mapping[str, Any]) -> Object | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from flyte_ddp import events
 from flyte_ddp.launch.control.nodes import Node, Nodes
-from flyte_ddp.launch.protocol.messages import Check, Checked
+from flyte_ddp.launch.protocol.messages import Check, Checked, Go
 
 MIN_SHARE = 0.7  # least share of the median; a node with less is slow
 # Least share of a rate that was stored: at that time the machines may have had less other work. Two
@@ -156,6 +156,7 @@ class NodeCheck:
             self._ask(Check(3, is_machine=True, addresses=self._addresses))
             return
         self.is_over = True
+        self.nodes.send(Go())  # a command is repeated, and a question names a thousand addresses
         confirmed = {key: median for key, median in slow.items() if key in self._suspects}
         if confirmed:
             self._name(confirmed)
@@ -177,5 +178,7 @@ class NodeCheck:
         for each in named:
             logger.warning("%s", each)
         self.emit(events.NodesFoundSlow(named))
+        if self.nodes.reference:
+            self.nodes.reference.add_slow(each.machine for each in self.nodes.nodes if each.is_slow)
         self.replaced_by = time.monotonic() + REPLACEMENT_TIMEOUT
         self.nodes.replace_leaving()

@@ -19,6 +19,7 @@ class Node:
     index: int = 0  # position in the order of the ranks
     label: str = ""  # name for people; "" for this machine
     worker: str = ""  # name of its Dask worker
+    machine: str = ""  # name of its Kubernetes node; "" elsewhere
     beat: Beat = field(default_factory=Beat)  # the latest heartbeat
     departure: Departure | None = None  # announcement that it goes away
     end: End | None = None  # the end of its ranks; None while they may run

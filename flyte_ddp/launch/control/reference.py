@@ -1,5 +1,5 @@
-"""The rates of a run's nodes at an earlier check, beside its checkpoints. Two nodes have no median
-of their own.
+"""What an earlier check of a run's nodes has found, beside the run's checkpoints: their rates,
+because two nodes have no median of their own, and the slow nodes.
 
 Nothing here raises where the store cannot be reached.
 """
@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from flyte_ddp.errors import StorageUnavailable
+from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.process.threads import call_in_background
 from flyte_ddp.storage import Storage
+
+SLOW_NODES = "slow-nodes.json"
 
 
 @dataclass(eq=False)
@@ -39,7 +42,15 @@ class Reference:
         """Store the rates of probes that have none. A slow day must not become the measure."""
         new = {**found, **self.rates}
         if self.url and new != self.rates:
-            call_in_background(lambda: self._write(new))
+            call_in_background(lambda: self._write(self._name, new))
+
+    def add_slow(self, machines: Iterable[str]) -> None:
+        """Store names of Kubernetes nodes that are slow."""
+        new = set(machines) - {""}
+        if self.url and new:
+            call_in_background(
+                lambda: self._write(SLOW_NODES, sorted(new.union(read_slow_nodes(self.url))))
+            )
 
     @property
     def _name(self) -> str:
@@ -53,6 +64,17 @@ class Reference:
                 return rates
         return {}
 
-    def _write(self, rates: Mapping[str, float]) -> None:
+    def _write(self, name: str, contents: Any) -> None:
         with contextlib.suppress(StorageUnavailable):
-            Storage(self.url, timeout=0).write(self._name, json.dumps(rates).encode())
+            Storage(self.url, timeout=0).write(name, json.dumps(contents).encode())
+
+
+def read_slow_nodes(url: str) -> list[str]:
+    """Return the names of Kubernetes nodes that a check has found slow earlier in the run.
+
+    Args:
+        url: place of the checkpoints.
+    """
+    with contextlib.suppress(ConfigError, StorageUnavailable):  # the run itself reports them
+        return list(json.loads(Storage(url, timeout=0).read_if_there(SLOW_NODES) or b"[]"))
+    return []

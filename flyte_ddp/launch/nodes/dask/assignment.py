@@ -42,7 +42,6 @@ class DaskNode(Node):
     ranks: NodeRanks
     environment: dict[str, str]
     has_plugin: bool
-    machine: str = ""  # name of its Kubernetes node; "" elsewhere
     last_message_at: float = 0.0  # monotonic
     is_admitted: bool = False  # the worker has taken its job
     is_started: bool = False  # the agent has sent a message
