@@ -29,6 +29,7 @@ from flyte_ddp.launch.agent.node_check import NodeProbes
 from flyte_ddp.launch.control.node_check import NodeCheck
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.reference import Reference
+from flyte_ddp.launch.protocol.messages import Check
 
 NUM_NODES, SLOW = 3, 1
 CLONE_NEWNET = 0x40000000
@@ -53,6 +54,8 @@ class Gang(Nodes):
         self.answers.put((node, answer))
 
     def send(self, command: Any) -> None:
+        if not isinstance(command, Check):
+            return
         for index, each in enumerate(self.probes):
             thread = threading.Thread(target=begin_inside, args=(index, each, command))
             thread.start()

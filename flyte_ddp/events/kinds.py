@@ -411,7 +411,8 @@ class SlowNode:
 
     node: int  # position among the nodes
     label: str  # name for people
-    probe: str  # cores, memory, disk or network; cores and memory with the model of the CPU
+    # cores or memory with the model of the CPU, products or copies of a GPU, disk, or network
+    probe: str
     rate: float  # operations or bytes per second
     median: float  # median rate of the nodes; of two nodes the stored rate
 

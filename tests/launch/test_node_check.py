@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import socket
+import sys
 import threading
 import time
 
 import pytest
+import torch
 
 from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes
 from flyte_ddp.errors import ClusterError
+from flyte_ddp.launch.agent import probes
 from flyte_ddp.launch.agent.node_check import (
     NodeProbes,
     fetch,
@@ -38,7 +42,9 @@ FAST, SLOW = 1e9, 2.5e6
     [
         ({"cores": [4, 4, 4]}, {}, []),
         ({"cores": [4, 4, 2]}, {}, [(2, "cores")]),
-        ({"cores": [4, 4, 2.9]}, {}, []),
+        # A neighbour on the same core slows the other down to 0.64. Networks share no core.
+        ({"cores": [4, 4, 2.5], "memory": [4, 4, 2.5]}, {}, []),
+        ({"network": [1e8, 1e8, 6.5e7]}, {}, [(2, "network")]),
         ({"cores": [4, 4, 2], "memory": [1, 4, 4]}, {}, [(0, "memory"), (2, "cores")]),
         ({"memory (A)": [6e9, 13e9, 13e9]}, {}, []),
         ({"memory (A)": [2e9, 13e9, 13e9]}, {}, [(0, "memory (A)")]),
@@ -53,6 +59,18 @@ FAST, SLOW = 1e9, 2.5e6
         # More than enough is enough.
         ({"disk": [9e9, 9e9, 4e7]}, {}, []),
         ({"disk": [9e9, 9e9, 5e6]}, {}, [(2, "disk")]),
+        # All GPUs of a model are compared, also of two nodes.
+        (
+            {"products of GPU 0 (H200)": [4, 4], "products of GPU 1 (H200)": [4, 2]},
+            {},
+            [(1, "products of GPU 1 (H200)")],
+        ),
+        ({"copies of GPU 0 (A100)": [2, 2], "copies of GPU 1 (H200)": [4, 4]}, {}, []),
+        (
+            {"copies of GPU 0 (A100)": [2, 4]},
+            {"copies of GPU (A100)": 4},
+            [(0, "copies of GPU 0 (A100)")],
+        ),
         ({}, {"cores": 4}, []),
     ],
 )
@@ -234,6 +252,28 @@ def test_what_can_be_measured_is_and_the_rest_is_a_line(tmp_path):
     assert measure_machine(tmp_path, 0.0) == ({}, ["machine: no rate within 0 s"])
 
 
+def test_products_and_copies_have_rates_on_any_device(monkeypatch):
+    monkeypatch.setattr(probes, "GPU_SIZE", 32)
+    monkeypatch.setattr(probes, "GPU_COPY_BYTES", 1 << 16)
+    for measure in (probes.measure_products, probes.measure_copies):
+        rates = list(measure(torch.device("cpu")))
+        assert rates == sorted(rates)
+        assert 1e6 < rates[-1] < 1e15
+
+
+def test_gpus_that_cannot_be_measured_are_one_line_after_all_else(monkeypatch, capsys, tmp_path):
+    def fail(device):
+        raise RuntimeError("no driver\nand more")
+
+    monkeypatch.setattr(sys, "argv", ["probes", str(tmp_path)])
+    monkeypatch.setattr(probes, "visible_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    probes.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {name for name, _, problem in lines if not problem} >= {"cores", "memory"}
+    assert lines[-1] == ["GPUs", 0.0, "RuntimeError: no driver"]
+
+
 def test_bytes_that_are_cut_off_by_time_still_have_a_rate():
     address = start_serving("127.0.0.1")
     assert fetch(address, 1 << 20, 1.5) > 20 * SLOW
@@ -241,26 +281,26 @@ def test_bytes_that_are_cut_off_by_time_still_have_a_rate():
         assert SLOW / 4 < fetch(slow, 64 << 20, 0.5) < 3 * SLOW
 
 
-def ask(probes, check):
-    """Ask each of the probes, and return their answers in order."""
+def ask(asked, check):
+    """Ask each of the agents, and return their answers in order."""
     answers = {}
-    for index, each in enumerate(probes):
+    for index, each in enumerate(asked):
         each.send = functools.partial(answers.__setitem__, index)
         each.begin(check)
     deadline = time.monotonic() + 30
-    while len(answers) < len(probes) and time.monotonic() < deadline:
+    while len(answers) < len(asked) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return [answers[index] for index in range(len(probes))]
+    return [answers[index] for index in range(len(asked))]
 
 
 def test_agents_fetch_bytes_from_their_neighbours(tmp_path):
-    probes = [NodeProbes(tmp_path, index, "127.0.0.1", None) for index in range(4)]
-    first = ask(probes, Check(1, is_machine=False))
-    second = ask(probes, Check(2, is_machine=False, addresses=[each.address for each in first]))
+    agents = [NodeProbes(tmp_path, index, "127.0.0.1", None) for index in range(4)]
+    first = ask(agents, Check(1, is_machine=False))
+    second = ask(agents, Check(2, is_machine=False, addresses=[each.address for each in first]))
     assert [each.problems for each in first + second] == 8 * [[]]
     assert [set(each.links) for each in first] == 4 * [set()]
     assert [set(each.links) for each in second] == [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
-    (alone,) = ask(probes[:1], Check(3, is_machine=False, addresses=[("127.0.0.1", 9), ("", 9)]))
+    (alone,) = ask(agents[:1], Check(3, is_machine=False, addresses=[("127.0.0.1", 9), ("", 9)]))
     assert alone.links == {}
     assert len(alone.problems) == 1
 

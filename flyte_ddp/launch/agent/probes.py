@@ -3,7 +3,9 @@
 `python -m flyte_ddp.launch.agent.probes DIRECTORY` prints a line of JSON whenever it knows a rate
 better: the name of the probe, and the rate. After an error, the text of the error follows. Cores
 and memory are measured in time of the CPU, so that other processes on the machine change little.
-The disk is that of the directory. Imports nothing of ours but small modules.
+This time does not pass while a quota throttles the container, so no counter has to be subtracted.
+The disk is that of the directory. Imports nothing of ours but small modules, and torch only where
+there are GPUs.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flyte_ddp.process.cgroups import usable_cores
+from flyte_ddp.process.devices import visible_gpus
+
+if TYPE_CHECKING:
+    import torch
 
 PROBE_SECONDS = 0.03  # time of the CPU for each turn of cores and memory
 SIZE = 256  # rows and columns of the matrices
@@ -24,6 +31,10 @@ NUM_PRODUCTS = 8  # matrix products of which the time is taken: some 5 ms
 COPY_BYTES = 16 << 20  # more than fits into caches of a core
 DISK_SECONDS = 0.5
 PAUSE_SECONDS = 0.3
+GPU_SECONDS = 0.1  # seconds of one probe of a GPU
+GPU_SIZE = 4096  # rows and columns of its matrices: 32 MiB each
+GPU_COPY_BYTES = 64 << 20  # more than fits into its cache
+NUM_GPU_CALLS = 4  # products or copies of which the time is taken
 BLOCK_BYTES, DISK_BYTES = 256 << 10, 32 << 20
 # A rate in wall time is the best of windows of this length. Other processes may stop the probe, and
 # a quota stops the whole container for most of each 0.1 s while ranks import.
@@ -58,7 +69,7 @@ class RateMeter:
         return self.best or self.amount / max(elapsed, 1e-6)
 
 
-def measure_cores(directory: str) -> Iterator[float]:
+def measure_cores() -> Iterator[float]:
     """Yield the floating-point operations per second of matrix products on all usable cores."""
     import numpy as np
 
@@ -73,7 +84,7 @@ def measure_cores(directory: str) -> Iterator[float]:
         yield best * num_cores
 
 
-def measure_memory(directory: str) -> Iterator[float]:
+def measure_memory() -> Iterator[float]:
     """Yield the bytes per second that one core copies in memory."""
     source, target = memoryview(bytearray(COPY_BYTES)), memoryview(bytearray(COPY_BYTES))
     target[:] = source  # the kernel gives the pages now
@@ -102,33 +113,94 @@ def measure_disk(directory: str) -> Iterator[float]:
         os.close(file)
 
 
-def pause(directory: str) -> Iterator[float]:
-    """Yield nothing, for a moment."""
+def list_gpu_probes() -> Iterator[tuple[str, Iterator[float]]]:
+    """Yield the probes of each GPU that this process may use, with their names.
+
+    Each GPU gives some 0.7 GB of memory to this process, until it ends.
+    """
+    gpus = visible_gpus()
+    if not gpus:
+        return
+    import torch
+
+    for index, number in enumerate(gpus):
+        device = torch.device("cuda", index)
+        name = f"GPU {number} ({torch.cuda.get_device_name(device)})"
+        yield f"products of {name}", measure_products(device)
+        yield f"copies of {name}", measure_copies(device)
+
+
+def measure_products(device: torch.device) -> Iterator[float]:
+    """Yield the floating-point operations per second of matrix products on a GPU."""
+    import torch
+
+    matrix = torch.ones(GPU_SIZE, GPU_SIZE, dtype=torch.float16, device=device)
+    product = torch.empty_like(matrix)
+    yield from _repeat(lambda: torch.mm(matrix, matrix, out=product), 2 * GPU_SIZE**3, device)
+
+
+def measure_copies(device: torch.device) -> Iterator[float]:
+    """Yield the bytes per second that a GPU copies in its memory."""
+    import torch
+
+    source = torch.ones(GPU_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    yield from _repeat(lambda: target.copy_(source), GPU_COPY_BYTES, device)
+
+
+def _repeat(call: Callable[[], object], amount: float, device: torch.device) -> Iterator[float]:
+    """Yield the best rate so far of calls on a device, each of which does `amount` of work."""
+    import torch
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()  # the first call loads libraries
+    finish()
+    best, ends_at = 0.0, time.monotonic() + GPU_SECONDS
+    while time.monotonic() < ends_at:
+        begun = time.monotonic()
+        for _ in range(NUM_GPU_CALLS):
+            call()
+        finish()
+        best = max(best, NUM_GPU_CALLS * amount / max(time.monotonic() - begun, 1e-6))
+        yield best
+
+
+def list_probes(directory: str) -> Iterator[tuple[str, Iterator[float]]]:
+    """Yield the probes in their order, with their names.
+
+    The disk may hang, so it comes after cores and memory. Then these have a second turn: what
+    disturbed the first is perhaps gone. GPUs come last, because a driver may hang, too.
+    """
+    yield "cores", measure_cores()
+    yield "memory", measure_memory()
+    yield "disk", measure_disk(directory)
     time.sleep(PAUSE_SECONDS)
-    yield from ()
-
-
-# The disk may hang, so it comes after the others. Then they have a second turn: what disturbed the
-# first is perhaps gone.
-PROBES = (
-    ("cores", measure_cores),
-    ("memory", measure_memory),
-    ("disk", measure_disk),
-    ("pause", pause),
-    ("cores", measure_cores),
-    ("memory", measure_memory),
-)
+    yield "cores", measure_cores()
+    yield "memory", measure_memory()
+    yield from list_gpu_probes()
 
 
 def main() -> None:
     """Measure, and print the rates."""
-    for name, probe in PROBES:
-        try:
-            for rate in probe(sys.argv[1]):
-                print(json.dumps([name, rate, ""]), flush=True)  # noqa: T201
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            print(json.dumps([name, 0.0, text]), flush=True)  # noqa: T201
+    try:
+        for name, rates in list_probes(sys.argv[1]):
+            try:
+                for rate in rates:
+                    report(name, rate)
+            except Exception as error:
+                report(name, 0.0, error)
+    except Exception as error:
+        report("GPUs", 0.0, error)
+
+
+def report(name: str, rate: float, error: Exception | None = None) -> None:
+    text = ""
+    if error:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    print(json.dumps([name, rate, text]), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

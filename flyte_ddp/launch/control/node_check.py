@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,9 +22,10 @@ from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.protocol.messages import Check, Checked, Go
 
 MIN_SHARE = 0.7  # least share of the median; a node with less is slow
-# Least share of a rate that was stored: at that time the machines may have had less other work. Two
-# threads of one core slow each other down to 0.64.
-MIN_STORED_SHARE = 0.6
+# Least share of a rate that depends on the other work of a machine: of the CPU, and of a rate that
+# was stored. Two threads of one core slow each other down to 0.64.
+MIN_SHARE_BESIDE_WORK = 0.6
+OF_CPU = ("cores", "memory")
 # Bytes per second that are enough: what is above varies with the load. One core copies from memory
 # at half its rate while others do.
 ENOUGH = {"memory": 5e9, "disk": 50e6, "network": 125e6}
@@ -41,27 +43,30 @@ def find_slow(rates: Rates, reference: Mapping[str, float]) -> dict[tuple[int, s
     """Return the median by node and probe, for each rate that is too small.
 
     Args:
-        reference: takes the place of the median for a probe that fewer than three nodes have.
+        reference: takes the place of the median for a kind of probe with fewer than three rates.
     """
     slow = {}
-    for probe, found in _sort_by_probe(rates).items():
-        median, share = reference.get(probe, 0.0), MIN_STORED_SHARE
+    for kind, found in _sort_by_kind(rates).items():
+        median, share = reference.get(kind, 0.0), MIN_SHARE_BESIDE_WORK
+        what = kind.partition(" (")[0]
         if len(found) > 2:
-            median, share = statistics.median(found.values()), MIN_SHARE
-        median = min(median, ENOUGH.get(probe.partition(" (")[0], math.inf))
-        for node, rate in found.items():
+            median = statistics.median(found.values())
+            if what not in OF_CPU:
+                share = MIN_SHARE
+        median = min(median, ENOUGH.get(what, math.inf))
+        for key, rate in found.items():
             if rate < share * median:
-                slow[node, probe] = median
+                slow[key] = median
     return slow
 
 
-def _sort_by_probe(rates: Rates) -> dict[str, dict[int, float]]:
-    """Return the rate of each node that has it, by probe."""
-    by_probe: dict[str, dict[int, float]] = {}
+def _sort_by_kind(rates: Rates) -> dict[str, dict[tuple[int, str], float]]:
+    """Return rates by node and probe, for each kind of probe. All GPUs of a model are one kind."""
+    by_kind: dict[str, dict[tuple[int, str], float]] = {}
     for node, each in rates.items():
         for probe, rate in each.items():
-            by_probe.setdefault(probe, {})[node] = rate
-    return by_probe
+            by_kind.setdefault(re.sub(r"GPU \S+", "GPU", probe), {})[node, probe] = rate
+    return by_kind
 
 
 def rate_links(links: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
@@ -139,7 +144,7 @@ class NodeCheck:
             rates = self._rates.setdefault(index, {})
             for name, rate in answer.rates.items():
                 probe = name
-                if name != "disk":  # other models have other cores and memory
+                if name in OF_CPU:  # other models have other cores and memory
                     probe = f"{name} ({answer.model or 'CPU'})"
                 rates[probe] = rate
         links = {index: answer.links for index, answer in self._answers.items() if answer.links}
@@ -161,8 +166,8 @@ class NodeCheck:
         if confirmed:
             self._name(confirmed)
             return
-        by_probe = _sort_by_probe(self._rates)
-        found = {probe: statistics.median_high(each.values()) for probe, each in by_probe.items()}
+        by_kind = _sort_by_kind(self._rates)
+        found = {kind: statistics.median_high(each.values()) for kind, each in by_kind.items()}
         logger.info("none of %d nodes is slow", len(self.nodes.nodes))
         self.nodes.reference.add(found)
 
