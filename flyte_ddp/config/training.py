@@ -334,6 +334,12 @@ class TrainingConfig(Checked):
         help="of a Flyte task, all attempts together, until it ends for good with a final "
         "checkpoint; 0 is no limit",
     )
+    max_tokens: int = field(
+        0,
+        minimum=0,
+        help="of the training data, padding included, until the run is done, if its `epochs` are "
+        "not done before; the schedule ends there, too. 0 is no limit",
+    )
     max_cost: float = field(
         0.0,
         minimum=0,

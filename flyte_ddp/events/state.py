@@ -295,4 +295,6 @@ class RunState(Listener):
         """Convert an optimizer step to epochs, such as 1.5 for the middle of the second epoch."""
         if self.started is None:
             return 0.0
+        if self.epochs:
+            return step * self.epochs[-1].position / self.epochs[-1].step
         return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)

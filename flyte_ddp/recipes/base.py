@@ -369,6 +369,18 @@ class Recipe:
         """
         return 0.0
 
+    def tokens_per_sample(self) -> int:
+        """Return the tokens of a sample, padding included; 0 if samples have no fixed number.
+
+        Where it is known, reports show the tokens seen, and `max_tokens` can end a run.
+
+        Example:
+            def tokens_per_sample(self):
+                row_length = 512  # of `Packed`
+                return row_length
+        """
+        return 0
+
     def metrics(self) -> Mapping[str, nn.Module | Callable[[Any, Any], Tensor]]:
         """Return the metrics of the held-out data by name; by default the accuracy, as
         `num_correct` counts it.

@@ -121,7 +121,7 @@ class Study:
     def _row(self, run: TrialRun, series: Sequence[TrialRun]) -> Row:
         started, best, last = started_of(run), run.state.best, run.epochs[-1]
         assert best is not None  # the trial has epochs
-        step_seconds = _epoch_seconds(run) / (started.num_steps / int(started.config["epochs"]))
+        step_seconds = _epoch_seconds(run) / (last.step / last.position)
         samples_per_second = _find_speed(run)
         first = started_of(series[0])  # the smallest world size
         smallest = [each for each in series if started_of(each).world_size == first.world_size]

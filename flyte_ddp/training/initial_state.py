@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
+from flyte_ddp.config.training import OWN
 from flyte_ddp.errors import ConfigError, StorageUnavailable, first_line
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_url
@@ -77,10 +78,13 @@ def check_same_run(
             "fewer epochs need another place for the checkpoints"
         )
     theirs, ours = recorded_config(checkpoint), flatten(dataclasses.asdict(config))
+    fields = list(FIXED_BY_CHECKPOINT)
+    if config.schedule == OWN:  # a scheduler may have been made for so many steps
+        fields.append("max_tokens")
     fixed = [
         name
         for name in {**theirs.shown, **ours}
-        if name in FIXED_BY_CHECKPOINT
+        if name in fields
         or (name.startswith(f"{OPTIONS}.") and name.partition(".")[2] not in changeable_options)
     ]
     theirs.check(

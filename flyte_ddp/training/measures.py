@@ -147,9 +147,25 @@ class Measures:
         )
         with self.reporter.log_failures("figures"):
             figures = {**finished.metrics, **read_figures(self.parallelism.recipe, finished)}
+            figures |= self._count_tokens(finished)
             utilization = self.sample_utilization * finished.samples_per_second
             if utilization:
                 figures["model_flops_utilization"] = utilization
             finished = dataclasses.replace(finished, metrics=figures)
         check_monitor(self.parallelism.config, ["test_loss", *finished.metrics])
         return finished
+
+    def _count_tokens(self, finished: EpochFinished) -> dict[str, float]:
+        """Return the tokens that the run has seen, and the speed in tokens; nothing for samples
+        without a known number of tokens.
+        """
+        progress, config, size = self.state.progress, self.parallelism.config, len(self.train)
+        tokens = self.parallelism.recipe.tokens_per_sample()
+        if not tokens:
+            return {}
+        num_seen = min(progress.batch * config.global_batch_size, size)
+        num_seen += (progress.epoch - 1) * size
+        return {
+            "tokens_per_second": tokens * finished.samples_per_second,
+            "tokens_seen": tokens * num_seen,
+        }

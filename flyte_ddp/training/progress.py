@@ -12,7 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+
+
+def count_steps(num_samples: int, tokens_per_sample: int, config: TrainingConfig) -> int:
+    """Return the optimizer steps of a run: up to `max_tokens`, or to the end of its epochs.
+
+    Args:
+        num_samples: samples of an epoch.
+
+    Raises:
+        ConfigError: `max_tokens` is given, and samples have no number of tokens.
+    """
+    size = config.global_batch_size
+    num_batches = -(-num_samples // size)
+    num_steps = config.epochs * num_batches
+    if not config.max_tokens:
+        return num_steps
+    if not tokens_per_sample:
+        raise ConfigError(
+            "max_tokens: expected 0 for a recipe without `tokens_per_sample`, got "
+            f"{config.max_tokens}"
+        )
+    num_epochs, rest = divmod(-(-config.max_tokens // tokens_per_sample), num_samples)
+    return min(num_steps, num_epochs * num_batches + -(-rest // size))
 
 
 @dataclass

@@ -85,11 +85,29 @@ class TrainedState:
         assert best is not None  # at least one epoch is finished
         return best
 
+    def find_end(self, num_batches: int) -> int:
+        """Return the batch before which the next evaluation is due, in an epoch of `num_batches`.
+        The step that reaches `max_tokens` is before it.
+        """
+        progress, config = self.progress, self.config
+        end = progress.find_end(num_batches, config.evaluation_interval)
+        if not config.max_tokens:
+            return end
+        left = self.schedule.num_steps - progress.step
+        return min(end, progress.batch + max(0, left))
+
     @property
     def is_done(self) -> bool:
-        """True once all epochs are trained, or `patience` evaluations brought no new best."""
+        """True once all epochs or `max_tokens` are trained and evaluated, or `patience` evaluations
+        brought no new best.
+        """
         progress, config = self.progress, self.config
         if progress.epoch > config.epochs:
+            return True
+        num_evaluated = 0
+        if progress.epochs:
+            num_evaluated = progress.epochs[-1].step
+        if config.max_tokens and num_evaluated >= self.schedule.num_steps:
             return True
         if not (config.patience and progress.epochs):
             return False

@@ -26,7 +26,7 @@ from flyte_ddp.training.evaluation import Evaluation, evaluate, share_buffers
 from flyte_ddp.training.measures import Measures
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients
-from flyte_ddp.training.progress import Progress
+from flyte_ddp.training.progress import Progress, count_steps
 from flyte_ddp.training.result_reporter import ResultReporter
 from flyte_ddp.training.trained_state import TrainedState
 from flyte_ddp.training.watch import LossWatch, WatchedStep
@@ -57,7 +57,8 @@ class Trainer:
         size = num_batches(train, config)
         self.evaluated_model, self.replica = parallelism.shard(model)
         parallelism.watch_passes(self.replica, model, session.process.open_store)
-        self.state = TrainedState.open(parallelism, model, config.epochs * size)
+        num_steps = count_steps(len(train), parallelism.recipe.tokens_per_sample(), config)
+        self.state = TrainedState.open(parallelism, model, num_steps)
         self.timer = StepTimer(session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)
         notes = notes or RunNotes(parallelism)
@@ -96,7 +97,7 @@ class Trainer:
         evaluation.
         """
         progress, shards = self.state.progress, self.shards()
-        end = progress.find_end(len(shards), self.parallelism.config.evaluation_interval)
+        end = self.state.find_end(len(shards))
         batches = self._read(shards, end)
         self.measures.begin()
         self.replica.train()

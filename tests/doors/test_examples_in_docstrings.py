@@ -207,6 +207,7 @@ def test_each_method_of_a_recipe_can_be_overridden_as_shown(given, tmp_path):
     assert recipe.schedule(optimizer, config, 10)(5) == 0.5
     torch.optim.SGD(recipe.optimizer_groups(model), lr=0.1).step()
     assert len(recipe.blocks(model)) == 2
+    assert recipe.tokens_per_sample() == 512
     assert recipe.flops_per_sample(model) == 6 * (4 * 32 + 32 + 32 * 3 + 3)
     for name, value in model.state_dict().items():
         assert recipe.initial_value(name, value.shape).shape == value.shape

@@ -293,13 +293,14 @@ def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
     events = sample_run.training()
     for index, event in enumerate(events):
         if isinstance(event, EpochFinished):
-            metrics = {"nats_per_byte": 1.5 / event.epoch, "tokens_per_second": 12_345.6}
+            metrics = {"nats_per_byte": 1.5 / event.epoch, "tokens_seen": 1_234_567}
             events[index] = dataclasses.replace(
                 event, sample=f"the {event.epoch}. text\n", metrics=metrics
             )
     text = text_of(report_of(events))
-    assert "nats per byte tokens per second" in text
-    assert "0.375 12,346 0.0005 7.5 s 600 ms 8,004" in text
+    assert "nats per byte tokens seen" in text
+    assert "Tokens seen 1,234,567 padding included" in text
+    assert "0.375 1,234,567 0.0005 7.5 s 600 ms 8,004" in text
     assert "Generated text after epoch 4 the 4. text after epoch 3 the 3. text" in text
     assert "Generated text" not in text_of(report_of(sample_run.training()))
 

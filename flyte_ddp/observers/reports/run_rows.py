@@ -93,6 +93,13 @@ class RunView:
             return self.state.epochs[-1].samples_per_second, "in the last epoch"
         return self.latest.get(SPEED, 0.0), "now"
 
+    @property
+    def num_tokens(self) -> float:
+        """The tokens seen up to the last evaluation; 0 where they are not known."""
+        if not self.state.epochs:
+            return 0.0
+        return self.state.epochs[-1].metrics.get("tokens_seen", 0.0)
+
 
 def make_tiles(run: RunView) -> list[Tile]:
     """Return the figures at the top of the page."""
@@ -170,6 +177,10 @@ TILES: dict[str, tuple[Callable[[RunView], object], Callable[[RunView], Tile]]] 
     "speed": (
         lambda run: run.speed[0],
         lambda run: Tile("Samples/s", format_rounded(run.speed[0]), run.speed[1]),
+    ),
+    "tokens": (
+        lambda run: run.num_tokens,
+        lambda run: Tile("Tokens seen", format_rounded(run.num_tokens), "padding included"),
     ),
     "wall time": (lambda run: True, _wall_time_tile),
     "time left": (lambda run: run.seconds_left is not None, _time_left_tile),

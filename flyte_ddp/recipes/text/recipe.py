@@ -270,8 +270,11 @@ class Text(Recipe):
         attention = 12 * config.num_hidden_layers * config.hidden_size * self.context
         return float(self.context * (6 * num_parameters + attention))
 
+    def tokens_per_sample(self) -> int:
+        return self.context
+
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
-        """Return the perplexity per token, the losses per byte, and the speed in tokens."""
+        """Return the perplexity per token and the losses per byte."""
         nats_per_byte = epoch.test_loss / self._bytes_per_token["held_out"]
         train_nats_per_byte = epoch.train_loss / self._bytes_per_token["train"]
         return {
@@ -279,7 +282,6 @@ class Text(Recipe):
             "bits_per_byte": nats_per_byte / math.log(2),
             "nats_per_byte": nats_per_byte,
             "train_nats_per_byte": train_nats_per_byte,
-            "tokens_per_second": epoch.samples_per_second * self.context,
         }
 
     def generate_sample(self, model: nn.Module) -> str:
