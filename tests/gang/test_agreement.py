@@ -119,6 +119,19 @@ def test_facts_are_compared_with_those_of_another_process(name, facts_elsewhere)
         check_checkpoint(recipe, read(), read, checkpoint, "PLACE")
 
 
+def test_other_options_explain_other_samples_and_no_other_weights():
+    recipe, _, _ = open_recipe("Split")
+    theirs = {"number of training samples": 20, "training weights from step 0": "a 0.5, b 0.5"}
+    checkpoint = {"data_facts": theirs, "progress": {"step": 4}}
+    own = {**theirs, "number of training samples": 30, "training weights from step 4": "a 1, b 0"}
+    check_checkpoint(recipe, own, dict, checkpoint, "PLACE", weights_alone=True)
+    with pytest.raises(ConfigError, match="number of training samples: expected 20, .* got 30"):
+        check_checkpoint(recipe, own, dict, checkpoint, "PLACE")
+    own["training weights from step 0"] = "a 0.4, b 0.6"
+    with pytest.raises(ConfigError, match="weights from step 0: expected a 0.5.* got a 0.4"):
+        check_checkpoint(recipe, own, dict, checkpoint, "PLACE", weights_alone=True)
+
+
 def test_the_number_of_samples_is_compared():
     recipe, _, read = open_recipe("Split")
     first = rank_1({**read(), "number of held-out samples": 15})
