@@ -15,7 +15,7 @@ from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable, in_one_
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.image_folder.files import SUFFIXES
 from flyte_ddp.recipes.image_folder.shards import write_images
-from flyte_ddp.recipes.text.shards import write_windows
+from flyte_ddp.recipes.text.shards import write_text
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage
 from flyte_ddp.storage.failures import is_full
 
@@ -32,9 +32,9 @@ WAYS = {
     (".txt", ".md"): "give --text '{}' for text",
 }
 ABOUT = (
-    "write images in a folder for each class to tar files, text to windows of tokens, or the rows "
-    "of Parquet, CSV or JSON lines to Parquet, in a random order; the same command writes what is "
-    "missing"
+    "write images in a folder for each class to tar files, text to windows or documents of tokens, "
+    "or the rows of Parquet, CSV or JSON lines to Parquet, in a random order; the same command "
+    "writes what is missing"
 )
 MAX_SHARD_MIB = 2048  # Two shards are in memory at once. The format MDS ends at 4 GiB.
 NOT_GIVEN = float("nan")  # default that is compared by identity: a user's own nan is refused
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> str:
     try:
         if options.text:
             _refuse_unreadable(options.unreadable, "text")
-            return write_windows(_text_recipe(options.text, share), options.source, *to)
+            return write_text(_text_recipe(options.text, share), options.source, *to)
         files = find_tables(options.source, (PARQUET,))
         if files:
             _refuse_unreadable(options.unreadable, "a table")

@@ -21,7 +21,7 @@ from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.shards import write_images
 from flyte_ddp.recipes.shards_command import main
-from flyte_ddp.recipes.text.shards import write_windows
+from flyte_ddp.recipes.text.shards import write_text
 from flyte_ddp.recipes.text.tokens import train_tokenizer
 from flyte_ddp.storage import Storage
 from tests.support import sample_run, text_recipe
@@ -198,10 +198,10 @@ def test_windows_of_a_text_are_in_shards_as_they_are_without_and_so_are_its_figu
     text.write_text("\f".join(f"{number} is one of many numbers, über" for number in range(300)))
     shards = str(tmp_path / "shards")
     arguments = text_recipe.new_recipe(**options), str(text), shards, 0, SHARD_BYTES
-    write_windows(*arguments)
+    write_text(*arguments)
     whole = contents_of(shards)
     os.unlink(f"{shards}/train/000001.mds")
-    write_windows(*arguments)
+    write_text(*arguments)
     assert contents_of(shards) == whole
 
     for name in ("a", "b"):
@@ -211,7 +211,7 @@ def test_windows_of_a_text_are_in_shards_as_they_are_without_and_so_are_its_figu
     sizes = [len(each) for each in plain]
     assert described == (
         f"{sizes[0]:,} training and {sizes[1]} held-out samples in shards, read from {shards}: "
-        "windows of 8 tokens"
+        "windows in rows of 8 tokens"
     )
 
     def windows_of(data, size):

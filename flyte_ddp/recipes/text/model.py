@@ -34,7 +34,10 @@ class TextModel(nn.Module):
         self.tokenizer = tokenizer
 
     def forward(self, tokens: Tensor, **generation: Any) -> Any:
-        """Return logits (B, T, vocabulary) for tokens (B, T).
+        """Return logits (B, T, vocabulary) for tokens (B, T), or for tokens and their positions
+        (B, 2, T).
+
+        Attention stays inside a document, whose positions begin at 0.
 
         Args:
             generation: options of transformers' `generate`. With them the generated tokens are
@@ -43,7 +46,10 @@ class TextModel(nn.Module):
         """
         if generation:
             return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **generation)
-        return self.model(input_ids=tokens, use_cache=False).logits
+        positions = {}
+        if tokens.dim() == 3:
+            tokens, positions["position_ids"] = tokens.unbind(1)
+        return self.model(input_ids=tokens, use_cache=False, **positions).logits
 
     def get_extra_state(self) -> Any:
         return {

@@ -55,6 +55,13 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
     return dict(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
 
 
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer of transformers with its files in `directory`."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
 def leave_hub() -> None:
     """Keep this process from the Hub: a rank has all files that it needs."""
     from huggingface_hub import constants

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
-from flyte_ddp.data.splits import open_splits
+from flyte_ddp.data.documents import NO_TARGET
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.text.corpus import CHATS, SAMPLES, WINDOWS, Corpus
 from flyte_ddp.storage import has_password, redact_url
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-    from flyte_ddp.recipes.text.corpus import Corpus
     from flyte_ddp.recipes.text.tokens import Tokenizer
 
 MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
@@ -44,6 +44,10 @@ class Text(Recipe):
     are both (T,); targets are the inputs shifted by one. All windows have equally many targets, so
     each window counts as one target, and its loss is the mean over its tokens.
 
+    Or samples are rows of whole documents or chats, with attention inside each. Inputs are the
+    tokens and their positions, (2, T). A target is -100 where nothing is learned, such as a
+    question. Losses are sums over the targets of a row.
+
     Raises:
         ConfigError: an option lies outside the limits given beside it.
     """
@@ -57,6 +61,9 @@ class Text(Recipe):
     width: int = field(128, minimum=1)  # width of the residual stream, a multiple of 2 x heads
     heads: int = field(4, minimum=1)  # attention heads in each layer
     dropout: float = field(0.0, minimum=0, below=1)  # dropout of the attention weights
+    # windows: running text, whatever begins or ends in it; documents: rows of whole documents;
+    # chats: rows of chats in JSON lines, of which the answers alone are learned
+    samples: str = field(WINDOWS, choices=SAMPLES)
     # tokens that the model sees at once: the window of a sample
     context: int = field(128, minimum=1)
     # kind of tokens; bpe: trained on the data; auto: those of `pretrained`, or bytes
@@ -112,7 +119,8 @@ class Text(Recipe):
         )
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Tokenize the text into `train.bin` and `held_out.bin`, and fetch the model.
+        """Tokenize the text into `train.bin` and `held_out.bin`, or into shards of documents, and
+        fetch the model.
 
         Args:
             source: path or URL of a file or a directory with text, packed with gzip or not, with
@@ -121,16 +129,18 @@ class Text(Recipe):
         """
         require("recipe text", "tokenizers", "transformers")
         from flyte_ddp.recipes.text import pretrained
-        from flyte_ddp.recipes.text.corpus import Corpus
-        from flyte_ddp.recipes.text.shards import prepare_windows, read_window_note
-        from flyte_ddp.recipes.text.token_files import prepare_shards
+        from flyte_ddp.recipes.text.documents import write_rows
+        from flyte_ddp.recipes.text.shards import prepare_written, read_text_note
+        from flyte_ddp.recipes.text.token_files import FACTS_FILE, prepare_shards
 
         corpus = Corpus(source, self.separator, self.files, self.column)
+        if self.samples == CHATS:
+            corpus = Corpus(source, "\n", self.files or "*.jsonl*")
         model = directory / MODEL
         config: dict[str, Any] = {}
         if self.pretrained:
             config = pretrained.fetch_model(self.pretrained, model)
-        written = read_window_note(self, source)
+        written = read_text_note(self, source)
         tokenizer = self._choose_tokenizer(corpus, written, model, source)
         if not self.pretrained:
             config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
@@ -145,7 +155,12 @@ class Text(Recipe):
             pretrained.make_config(config, f"recipe_options.{name}", tokenizer.size, self.context)
         tokenizer.save(directory / TOKENIZER)
         if written:
-            return prepare_windows(source, written, directory)
+            return prepare_written(source, written, directory)
+        if self.samples != WINDOWS:
+            given = corpus, directory, tokenizer, self.samples, self.held_out, self.context
+            facts, description = write_rows(*given)
+            (directory / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
+            return description
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
 
     def _choose_tokenizer(
@@ -198,7 +213,8 @@ class Text(Recipe):
         import torch
         from torch.utils.data import TensorDataset
 
-        from flyte_ddp.recipes.text.shards import to_window
+        from flyte_ddp.recipes.text.documents import open_rows
+        from flyte_ddp.recipes.text.shards import open_windows
         from flyte_ddp.recipes.text.token_files import (
             FACTS_FILE,
             HELD_OUT_FILE,
@@ -211,11 +227,12 @@ class Text(Recipe):
         self._directory = directory
         self._bytes_per_token = json.loads((directory / FACTS_FILE).read_text("utf-8"))
         self._tokenizer = read_tokenizer(directory / TOKENIZER)
-        url = self._bytes_per_token.get("url")
+        url, cache_gib = self._bytes_per_token.get("url"), self.cache_gib or None
+        if self.samples != WINDOWS:
+            place = url or str(directory)
+            return open_rows(place, self.samples, self.context, cache_gib)  # type: ignore[return-value]
         if url:
-            return open_splits(  # type: ignore[return-value]
-                url, to_window, to_window, cache_gib=self.cache_gib or None
-            )
+            return open_windows(url, cache_gib)  # type: ignore[return-value]
 
         def load(file: str) -> TensorDataset:
             windows = read_windows(directory / file, self._tokenizer, self.context)
@@ -247,19 +264,32 @@ class Text(Recipe):
         return batch.long()
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each window, (B,), for logits (B, T, V) and tokens
-        (B, T).
+        """Return the mean cross-entropy of each window, or the sum of each row, (B,), for logits
+        (B, T, V) and tokens (B, T).
         """
         from torch.nn import functional
 
         losses = functional.cross_entropy(
             outputs.flatten(0, 1).float(), targets.flatten().long(), reduction="none"
         )
-        return losses.view(targets.shape).mean(dim=1)
+        return self._sum(losses.view(targets.shape))
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the share of correctly predicted tokens of each window, (B,)."""
-        return (outputs.argmax(dim=2) == targets.long()).float().mean(dim=1)
+        """Return the share of correctly predicted tokens of each window, or their number in each
+        row, (B,).
+        """
+        return self._sum((outputs.argmax(dim=2) == targets.long()).float())
+
+    def num_targets(self, targets: Tensor) -> Tensor | None:
+        if self.samples == WINDOWS:
+            return None
+        return (targets != NO_TARGET).sum(dim=1)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Return the mean over a window's tokens, or the sum over a row's."""
+        if self.samples == WINDOWS:
+            return values.mean(dim=1)
+        return values.sum(dim=1)
 
     def flops_per_sample(self, model: nn.Module) -> float:
         """Return 6 operations per parameter and token, plus the operations of attention, as the

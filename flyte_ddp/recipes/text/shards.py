@@ -1,4 +1,5 @@
 """Shards of tokenized text: `flyte-ddp shards --text` writes them, and recipe `text` reads them.
+They have windows or documents.
 
 A window is `context` consecutive tokens of the text. Each sample contains the tokens of a window
 and the token after it. A shard is a file with many samples, in MosaicML's format. Beside the shards
@@ -19,35 +20,46 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flyte_ddp.data.documents import TOKENS
 from flyte_ddp.data.readers import Fields
+from flyte_ddp.data.shards import Shards
+from flyte_ddp.data.source import Source
 from flyte_ddp.data.splits import SPLITS, describe_splits, read_note
 from flyte_ddp.data.write import (
+    PARQUET,
     begin_shards,
     compute_checksum,
     draw_order,
     encode_mds,
+    write_parquet,
     write_shards,
 )
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.text.corpus import WINDOWS
+from flyte_ddp.recipes.text.documents import open_rows
 from flyte_ddp.recipes.text.token_files import FACTS_FILE, HELD_OUT_FILE, TRAIN_FILE, read_windows
 from flyte_ddp.recipes.text.tokens import read_tokenizer
-from flyte_ddp.storage import Storage, compute_sha256, redact_url
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage, compute_sha256, redact_url
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
 # options of recipe `text` that change the samples
-SAMPLE_OPTIONS = "context", "tokens", "vocabulary"
-TOKENS = "tokens"  # name of a sample's only field
+SAMPLE_OPTIONS = "samples", "context", "tokens", "vocabulary"
 
 
-def write_windows(
-    recipe: Recipe, source: str, destination: str, seed: int, shard_bytes: int
-) -> str:
-    """Write the windows of the text at `source` to shards of about `shard_bytes` bytes, the
-    training windows in a random order. Return a description.
+class Windows(Shards):
+    """Windows of text. Each counts as one target."""
+
+    def count_targets(self, windows: Sequence[int]) -> int:
+        return len(windows)
+
+
+def write_text(recipe: Recipe, source: str, destination: str, seed: int, shard_bytes: int) -> str:
+    """Write the windows, documents or chats of the text at `source` to shards of about
+    `shard_bytes` bytes, those for training in a random order. Return a description.
 
     Raises:
         ConfigError: the recipe's options do not fit the text, `source` contains shards, or
@@ -57,23 +69,36 @@ def write_windows(
     with tempfile.TemporaryDirectory(prefix="text-") as place:
         directory = Path(place)
         lines = [recipe.prepare(source, directory)]
-        token_files = directory / TRAIN_FILE, directory / HELD_OUT_FILE
-        # `prepare` writes no files of tokens if the source contains shards already.
-        if not token_files[0].exists():
+        facts = json.loads((directory / FACTS_FILE).read_text("utf-8"))
+        if "url" in facts:
             raise ConfigError(f"source: expected text, got shards of it at {redact_url(source)}")
         tokenizer = read_tokenizer(directory / "tokenizer")
+        options = {name: getattr(recipe, name) for name in SAMPLE_OPTIONS}
+        samples = options["samples"]
+        if samples == WINDOWS:  # The note is that of 0.2.0, so that its shards can be completed.
+            del options["samples"]
+        token_files = [directory / TRAIN_FILE, directory / HELD_OUT_FILE]
+        if samples != WINDOWS:
+            token_files = sorted(directory.glob(f"*/*{PARQUET}"))
         # (name, size, version) of each file. The checksum is the version, and no size is needed.
         versions = [(file.name, 0, compute_sha256(str(file))) for file in token_files]
         note: dict[str, Any] = {
-            **{name: getattr(recipe, name) for name in SAMPLE_OPTIONS},
+            **options,
             "source": compute_checksum(versions),
             "seed": seed,
             "shard size": shard_bytes,
             "tokenizer": tokenizer.files,
             # by split: {"train": 4.3, "held_out": 4.2}
-            "bytes per token": json.loads((directory / FACTS_FILE).read_text("utf-8")),
+            "bytes per token": facts,
         }
         begin_shards(destination, note)
+        if samples != WINDOWS:
+            for split in SPLITS:
+                given = Source(str(directory / split), SHORT_TIMEOUT)
+                url = f"{destination.rstrip('/')}/{split}"
+                write_parquet(given, url, seed, shard_bytes, None, note["source"])
+            rows = open_rows(destination.rstrip("/"), samples, note["context"])
+            return "\n".join([*lines, *(each.prepare() for each in rows)])
         for split, file in zip(SPLITS, token_files, strict=True):
             inputs, targets = read_windows(file, tokenizer, note["context"])
             num_windows = len(inputs)
@@ -107,7 +132,7 @@ def _encode_shards(
         yield number, encode_mds(samples, TOKENS), len(samples)
 
 
-def read_window_note(recipe: Recipe, source: str) -> dict[str, Any]:
+def read_text_note(recipe: Recipe, source: str) -> dict[str, Any]:
     """Return the note beside the shards at `source`; empty where `source` contains no shards of
     windows.
 
@@ -121,15 +146,24 @@ def read_window_note(recipe: Recipe, source: str) -> dict[str, Any]:
         return {}
     for name in SAMPLE_OPTIONS:
         got = getattr(recipe, name)
-        if note[name] != got:
+        expected = note.get(name, WINDOWS)
+        if expected != got:
             raise ConfigError(
-                f"recipe_options.{name}: expected {note[name]!r}, as in the shards at "
+                f"recipe_options.{name}: expected {expected!r}, as in the shards at "
                 f"{redact_url(source)}, got {got!r}"
             )
     return note
 
 
-def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> str:
+def open_windows(url: str, cache_gib: float | None) -> tuple[Windows, Windows]:
+    """Return the training and the held-out windows of the shards at `url`."""
+    train, held_out = (
+        Windows(f"{url}/{split}", transform=to_window, cache_gib=cache_gib) for split in SPLITS
+    )
+    return train, held_out
+
+
+def prepare_written(source: str, note: Mapping[str, Any], directory: Path) -> str:
     """Write the place of the shards to a file in `directory`, which `Text.datasets` reads. Return a
     description.
 
@@ -139,7 +173,7 @@ def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> st
     found, description = describe_splits(Storage(source, "data"))
     found |= note["bytes per token"]
     (directory / FACTS_FILE).write_text(json.dumps(found), encoding="utf-8")
-    return f"{description}: windows of {note['context']:,} tokens"
+    return f"{description}: {note.get('samples', WINDOWS)} in rows of {note['context']:,} tokens"
 
 
 def to_window(fields: Fields) -> tuple[Tensor, Tensor]:

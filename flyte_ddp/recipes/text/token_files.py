@@ -31,6 +31,8 @@ FACTS_FILE = "text.json"
 BATCH = 1 << 20  # characters of text that are tokenized at once
 BPE_SAMPLE = 64 << 20  # bytes of text from which a BPE is made
 BLOCK = 1 << 20  # tokens of a file that are searched at once
+# pieces of documents; True beside a piece means that its document is held out
+Batch = list[tuple[Piece, bool]]
 
 
 def prepare_shards(
@@ -53,7 +55,7 @@ def prepare_shards(
     end = tokenizer.dtype.type(tokenizer.end).tobytes()
     num_documents, num_bytes = [0, 0], [0.0, 0.0]  # counts of the training and the held-out side
     with open(paths[0], "wb") as train_file, open(paths[1], "wb") as held_out_file:
-        for batch in _batches(corpus, held_out):
+        for batch in divide(corpus, held_out):
             encoded = tokenizer.encode([piece.text for piece, _ in batch])
             for (piece, side), tokens in zip(batch, encoded, strict=True):
                 (train_file, held_out_file)[side].write(tokens.tobytes() + end * piece.ends)
@@ -90,9 +92,7 @@ def prepare_shards(
 def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
     """Yield training texts, some `BPE_SAMPLE` bytes from all over a large corpus."""
     share = min(1.0, BPE_SAMPLE / max(1, corpus.num_bytes()))
-    texts = (
-        piece.text for batch in _batches(corpus, held_out) for piece, side in batch if not side
-    )
+    texts = (piece.text for batch in divide(corpus, held_out) for piece, side in batch if not side)
     for number, text in enumerate(texts):
         if int((number + 1) * share) > int(number * share):
             yield text
@@ -113,11 +113,9 @@ def read_windows(
     )  # type: ignore[return-value]
 
 
-def _batches(corpus: Corpus, held_out: float) -> Iterator[list[tuple[Piece, bool]]]:
-    """Yield the pieces of all documents that are not empty. True beside a piece means that its
-    document is held out.
-    """
-    batch: list[tuple[Piece, bool]] = []
+def divide(corpus: Corpus, held_out: float) -> Iterator[Batch]:
+    """Yield the pieces of all documents that are not empty."""
+    batch: Batch = []
     side, first, size = None, b"", 0  # A document's side is known from its first text on.
     for piece in corpus.pieces():
         if side is None and piece.text:
