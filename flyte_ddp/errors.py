@@ -12,7 +12,7 @@ import enum
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_REASON = 400  # characters of an error in one line
@@ -54,6 +54,15 @@ def in_one_line(error: BaseException) -> str:
 def first_line(text: object) -> str:
     """Return the first line of `text`, which names what happened."""
     return str(text).partition("\n")[0][:MAX_WIDTH]
+
+
+def abbreviate(names: Sequence[object], max_names: int = 5) -> str:
+    """Return the first of `names`, and how many more there are."""
+    shown = ", ".join(map(str, names[:max_names]))
+    left_out = len(names) - max_names
+    if left_out > 0:
+        shown += f" and {left_out} more"
+    return shown
 
 
 class ConfigError(ValueError):

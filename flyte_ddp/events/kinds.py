@@ -12,6 +12,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flyte_ddp.errors import abbreviate
+
 MAX_NAMED = 8  # samples of a bad step, in a line
 MAX_LABEL = 200  # characters of a class's name beside a prediction
 MAX_SAMPLE_TEXT = 5_000  # characters of a sample
@@ -463,10 +465,8 @@ class StepFoundBad(Timed):
     def describe(self, num_samples: int) -> str:
         """Return a line for people, with so many samples."""
         epoch = "" if self.epoch is None else f" (epoch {self.epoch})"
-        named = ", ".join(map(str, self.samples[:num_samples])) or "not known"
-        left_out = len(self.samples) - num_samples
-        more = f" and {left_out} more" if left_out > 0 else ""
-        return f"{self.reason} at step {self.step}{epoch}; samples: {named}{more}"
+        named = abbreviate(self.samples, num_samples) or "not known"
+        return f"{self.reason} at step {self.step}{epoch}; samples: {named}"
 
 
 @dataclass(frozen=True)

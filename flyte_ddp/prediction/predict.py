@@ -20,7 +20,14 @@ from flyte_ddp import errors, events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.code import by_value
 from flyte_ddp.config.fields import check_object, whole_number
-from flyte_ddp.errors import ConfigError, DataError, GangLost, RankFailure, StorageDenied
+from flyte_ddp.errors import (
+    ConfigError,
+    DataError,
+    GangLost,
+    RankFailure,
+    StorageDenied,
+    abbreviate,
+)
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang, run_job
@@ -269,8 +276,7 @@ class _Claims(events.Listener):
             if rank in self.parts:
                 parts = [self.parts[rank]]
             if parts:
-                more = f" and {len(parts) - MAX_NAMED} more" * (len(parts) > MAX_NAMED)
-                error.args = (f"{', '.join(parts[:MAX_NAMED])}{more}: {error}",)
+                error.args = (f"{abbreviate(parts, MAX_NAMED)}: {error}",)
             raise
 
 

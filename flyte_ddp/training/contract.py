@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, first_line
+from flyte_ddp.errors import ConfigError, abbreviate, first_line
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.process.tracebacks import frames_of_user
 from flyte_ddp.rank.data import (
@@ -35,7 +35,7 @@ from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes
 from flyte_ddp.recipes.problems import MultiLabel, Regression, Segmentation
-from flyte_ddp.training.initial_state import abbreviate, freeze_layers
+from flyte_ddp.training.initial_state import freeze_layers
 from flyte_ddp.training.metrics import (
     HeldOutMetrics,
     check_monitor,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, abbreviate
 from flyte_ddp.rank.fast_start import (
     ddp_exchange_seconds,
     has_all_gradients,
@@ -22,7 +22,6 @@ from flyte_ddp.rank.fast_start import (
 from flyte_ddp.rank.step_timer import FORWARD, StepTimer
 from flyte_ddp.recipes import locate
 from flyte_ddp.training.buffer_shapes import KEY, BufferShapes, has_own_buffers
-from flyte_ddp.training.initial_state import abbreviate
 from flyte_ddp.training.parallel import Parallelism, is_expanded
 from flyte_ddp.world import RankNotes
 

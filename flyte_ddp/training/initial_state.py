@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.config.training import OWN
-from flyte_ddp.errors import ConfigError, StorageUnavailable, first_line
+from flyte_ddp.errors import ConfigError, StorageUnavailable, abbreviate, first_line
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_url
 from flyte_ddp.storage.recorded_config import OPTIONS, RecordedConfig, flatten
@@ -336,11 +336,3 @@ def _shape(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return type(value).__name__
-
-
-def abbreviate(names: list[str], max_names: int = 5) -> str:
-    """Return the first of `names`, and how many more there are."""
-    rest = ""
-    if len(names) > max_names:
-        rest = f" and {len(names) - max_names} more"
-    return ", ".join(names[:max_names]) + rest

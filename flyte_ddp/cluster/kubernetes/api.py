@@ -33,7 +33,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
 )
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
-from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
+from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError, abbreviate
 from flyte_ddp.project.admission import IMAGE_VARIABLE
 
 REQUEST_TIMEOUT = 10.0  # seconds for one request to the API server, which may ask a webhook
@@ -153,10 +153,7 @@ def explain(config: ClusterConfig, run_name: str) -> str:
         waiting.setdefault(reason, []).append(pod.metadata.name)
     parts = []
     for reason, names in waiting.items():
-        others = ""
-        if len(names) > 1:
-            others = f" and {len(names) - 1} more"
-        parts.append(f"{names[0]}{others}: {reason.rstrip('.')}.")
+        parts.append(f"{abbreviate(names, 1)}: {reason.rstrip('.')}.")
     refusals = []
     for event in events:
         owner = event.involved_object

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import DataError, abbreviate
 from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.image_folder.files import File
 
@@ -186,10 +186,7 @@ def _hold_out_share(
 
 def _list(names: Sequence[str]) -> str:
     """Return the first of `names`, which may contain any bytes, and the number of the rest."""
-    listed = ", ".join(names[:MAX_NAMES]).encode("utf-8", "backslashreplace").decode()
-    if len(names) > MAX_NAMES:
-        listed += f" and {len(names) - MAX_NAMES} more"
-    return listed
+    return abbreviate(names, MAX_NAMES).encode("utf-8", "backslashreplace").decode()
 
 
 def _check_classes(
