@@ -143,8 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line(f"error: {error}")
         return 2
     except (
-        *(ChampionChanged, ChampionError, CheckpointError, ClusterError),
-        *(GangLost, NoAnswer, RankFailure, StorageUnavailable),
+        ChampionChanged,
+        ChampionError,
+        CheckpointError,
+        ClusterError,
+        GangLost,
+        NoAnswer,
+        RankFailure,
+        StorageUnavailable,
     ) as error:
         print_line(f"error: {error}")
         return 1

@@ -181,7 +181,13 @@ def batches(
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
     made = EpochBatches(
-        *(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle),
+        dataset,
+        global_batch_size,
+        epoch,
+        seed,
+        num_workers,
+        collate_fn,
+        shuffle,
         shared_by=mesh,
         num_samples=num_samples,
     )

@@ -188,8 +188,12 @@ class Checksum:
             return [self._name(value.__module__), value.__qualname__]
         if isinstance(value, types.FunctionType):
             return [
-                *(value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__),
-                *(vars(value), dict(self._globals(value))),
+                value.__code__,
+                value.__defaults__,
+                value.__kwdefaults__,
+                value.__closure__,
+                vars(value),
+                dict(self._globals(value)),
             ]
         own = {name: each for name, each in vars(value).items() if name not in NOT_SOURCE}
         return [value.__bases__, dict(sorted(own.items()))]

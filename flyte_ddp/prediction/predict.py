@@ -168,7 +168,7 @@ def predict(
         check_output(storage, facts, options)
         record = {**facts, **redact_values(options), "hidden": hash_hidden(options)}
         job = PredictionJob(
-            *(recipe, resolved, model.state, storage.url, batch_size, part_size), record
+            recipe, resolved, model.state, storage.url, batch_size, part_size, record
         )
         # The job runs even if all files exist, because a rank compares the data with theirs.
         _run(job, gang, name or f"predict-{os.urandom(4).hex()}", directory, progress)

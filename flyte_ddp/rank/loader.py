@@ -117,7 +117,13 @@ def loader(
     if rank is not None or num_ranks is not None:
         shared_by = _make_share(mesh, rank, num_ranks)
     batches = EpochBatches(
-        *(data, global_batch_size, 0, seed, num_workers, collate_fn, shuffle),
+        data,
+        global_batch_size,
+        0,
+        seed,
+        num_workers,
+        collate_fn,
+        shuffle,
         shared_by=shared_by,
         caller=CALLER,
     )

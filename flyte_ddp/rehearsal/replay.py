@@ -83,8 +83,16 @@ def main(arguments: Sequence[str]) -> int:
         data.mkdir()
         prepare_data(get_recipe(recipe, config.recipe_options), data_source, data)
         call = ReplayCall(
-            *(recipe, config, options.place, step, start, is_bad, left_out),
-            *(num_threads, options.without, terminal),
+            recipe,
+            config,
+            options.place,
+            step,
+            start,
+            is_bad,
+            left_out,
+            num_threads,
+            options.without,
+            terminal,
         )
         seen, lines = run_call(call, str(data), num_ranks)
     if options.json:

@@ -54,7 +54,12 @@ MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses a request with a date 15 minutes o
 _PASSING_REFUSALS = {"RequestTimeTooSkewed", "RequestExpired"}
 # Mistakes in a program or in a machine. Another try would only hide them.
 _NOT_OF_THE_STORE = (
-    *(TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError),
+    TypeError,
+    AttributeError,
+    NameError,
+    NotImplementedError,
+    ImportError,
+    MemoryError,
     CheckpointError,  # contents that cannot be written
     ConfigError,  # a ValueError of this package
 )

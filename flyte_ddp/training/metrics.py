@@ -225,8 +225,15 @@ def _merge(part: Any, states: Sequence[Mapping[str, Any]]) -> None:
 
 # Attributes by which torchmetrics itself notes an update.
 _OF_LIBRARY = (
-    *("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache"),
-    *("_to_sync", "_should_unsync", "_defaults", "_modules"),
+    "_update_count",
+    "_computed",
+    "_forward_cache",
+    "_is_synced",
+    "_cache",
+    "_to_sync",
+    "_should_unsync",
+    "_defaults",
+    "_modules",
 )
 
 

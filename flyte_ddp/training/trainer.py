@@ -129,7 +129,12 @@ class Trainer:
         state.optimizer.zero_grad()
         watched = WatchedStep(shard, bad_steps.watch.is_shared)
         sums = compute_gradients(
-            *(self.replica, self.parallelism, batches, progress.step, self.timer, watched),
+            self.replica,
+            self.parallelism,
+            batches,
+            progress.step,
+            self.timer,
+            watched,
             self.measures.by_source,
         )
         bad_steps.watch.end(watched, sums.num_targets, progress)

@@ -77,8 +77,14 @@ class Attempt:
         self.inspection = Inspection(nodes, relay)
         self.check = NodeCheck(nodes, emit)
         self.receiver = Receiver(
-            *(nodes, self.failures, self.inspection, self.check),
-            *(emit, relay, shows_nodes, take_result),
+            nodes,
+            self.failures,
+            self.inspection,
+            self.check,
+            emit,
+            relay,
+            shows_nodes,
+            take_result,
         )
 
     def train(self, job: Job, num_restarts: int) -> bool:

@@ -147,7 +147,13 @@ def run(
         )
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
         own = Run(
-            *(name, place, job, storage, stop, dispatcher.emit, costs),
+            name,
+            place,
+            job,
+            storage,
+            stop,
+            dispatcher.emit,
+            costs,
             relay=lambda line: show(redact_url(line)),
         )
         if data:
