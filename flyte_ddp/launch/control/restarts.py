@@ -1,18 +1,25 @@
-"""How a run goes on after an attempt: the decisions of policy.py, carried out and remembered."""
+"""How a run goes on after an attempt: the decisions of policy.py, carried out and remembered.
+
+A note beside the checkpoints tells later processes of the same run about an attempt that ran out of
+memory. A store that cannot be reached is no error here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from dataclasses import dataclass, field
 
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.errors import OutOfMemory, RankFailure, StorageUnavailable
 from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
-from flyte_ddp.launch.control.memory_note import read_note, write_note
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
 from flyte_ddp.launch.protocol.programs import Kind, Program
+from flyte_ddp.storage import Storage
+
+NOTE = "out-of-memory.json"
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +41,7 @@ class Restarts:
         with contextlib.suppress(StorageUnavailable):
             newest_step = max(stored_steps(self.checkpoints), default=0)
         ended = AttemptEnd(failure, 0, newest_step)
-        self.before = Before(oom_step=read_note(self.checkpoints))
+        self.before = Before(oom_step=self._read_note())
         decision = decide(ended, self.before, Rules(max_restarts=1))
         self._note_lack_of_memory(ended, decision)
         if decision is OutOfMemory:
@@ -55,7 +62,7 @@ class Restarts:
         if ended.has_saved:
             before = dataclasses.replace(before, num_restarts=0)
         if ended.is_out_of_memory and before.oom_step is None:
-            before = dataclasses.replace(before, oom_step=read_note(self.checkpoints))
+            before = dataclasses.replace(before, oom_step=self._read_note())
         smaller = None
         if isinstance(failure, RankFailure):
             smaller = program.with_smaller_batches(failure, world_size)
@@ -90,7 +97,22 @@ class Restarts:
     def _note_lack_of_memory(self, ended: AttemptEnd, decision: Next | type[Exception]) -> None:
         """Remember from which step an attempt ran out of memory, for the attempts that follow."""
         self.before = dataclasses.replace(self.before, oom_step=ended.resumed_step)
-        step = None
-        if decision is not OutOfMemory:
-            step = ended.resumed_step
-        write_note(self.checkpoints, step)
+        if not self.checkpoints:
+            return
+        storage = Storage(self.checkpoints, timeout=0)
+        with contextlib.suppress(StorageUnavailable):
+            if decision is OutOfMemory:
+                storage.delete(NOTE)
+            else:
+                note = {"resumed_step": ended.resumed_step}
+                storage.write(NOTE, json.dumps(note).encode())
+
+    def _read_note(self) -> int | None:
+        """Return the step from which the last attempt that ran out of memory had started; None if
+        there was no such attempt.
+        """
+        if self.checkpoints:
+            with contextlib.suppress(FileNotFoundError, StorageUnavailable):
+                note = Storage(self.checkpoints, timeout=0).read(NOTE)
+                return int(json.loads(note)["resumed_step"])
+        return None
