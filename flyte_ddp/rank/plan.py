@@ -202,10 +202,18 @@ class EpochShards:
 
     def make(self, number: int, batch: Tensor) -> BatchShard:
         """Return this rank's shard of a global batch (B,)."""
+        return self.build(batch, self.split(batch))
+
+    def split(self, batch: Tensor) -> Sequence[Tensor]:
+        """Return this rank's samples of a global batch by micro-batch, which may be empty."""
         share = self.plan.share
         mine = share.cut(batch)[: share.count(len(batch))]
         most = Share(0, share.num_shares).count(len(batch))
-        micro_batches = mine.tensor_split(-(-most // self.size))
+        micro_batches: Sequence[Tensor] = mine.tensor_split(-(-most // self.size))
+        return micro_batches
+
+    def build(self, batch: Tensor, micro_batches: Sequence[Tensor]) -> BatchShard:
+        """Return the shard with these samples (b,) of a global batch (B,)."""
         parts, weights = [], []
         for part in micro_batches:
             if len(part):
@@ -217,7 +225,7 @@ class EpochShards:
         return BatchShard(
             micro_batches=parts,
             weights=weights,
-            own_targets=self.samples.num_targets(mine),
+            own_targets=self.samples.num_targets(torch.cat([*micro_batches])),
             num_targets=self.samples.num_targets(batch),
             num_samples=len(batch),
         )

@@ -134,25 +134,10 @@ class _ReducedShards(EpochShards):
     left: torch.Tensor  # (B,): the samples that the batch keeps, on all ranks
 
     def make(self, number: int, batch: torch.Tensor) -> BatchShard:
-        shard = super().make(number, batch)
         if number != self.batch:
-            return shard
-        left = [part[torch.isin(part, self.left)] for part in shard.micro_batches]
-        parts, weights = [], []
-        for part, weight in zip(left, shard.weights, strict=True):
-            if len(part):
-                parts.append(part)
-                weights.append(weight)
-            else:
-                parts.append(self.left[:1])
-                weights.append(0.0)
-        return BatchShard(
-            parts,
-            weights,
-            self.samples.num_targets(torch.cat(left)),
-            self.samples.num_targets(self.left),
-            len(self.left),
-        )
+            return super().make(number, batch)
+        left = [part[torch.isin(part, self.left)] for part in self.split(batch)]
+        return self.build(self.left, left)
 
 
 class _WatchUpTo(LossWatch):
