@@ -300,9 +300,7 @@ class Receiver:
                         self.failures.add_of(node, lost, is_stopping=False)
 
     def _relay_lines(self, node: Node, lines: Sequence[str]) -> None:
-        prefix = ""
-        if self.shows_nodes:
-            prefix = f"[node {node.index}] "
+        prefix = f"[node {node.index}] " * self.shows_nodes
         for line in lines:
             self.relay(f"{prefix}{line}")
 

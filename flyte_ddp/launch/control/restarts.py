@@ -13,9 +13,17 @@ import logging
 from dataclasses import dataclass, field
 
 from flyte_ddp.checkpoints import stored_steps
-from flyte_ddp.errors import OutOfMemory, RankFailure, StorageUnavailable
-from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
+from flyte_ddp.errors import (
+    FailureKind,
+    GangLost,
+    OutOfMemory,
+    ProgramError,
+    RankFailure,
+    StorageUnavailable,
+    first_line,
+)
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
+from flyte_ddp.launch.protocol.failures import program_failure
 from flyte_ddp.launch.protocol.programs import Kind, Program
 from flyte_ddp.storage import Storage
 
@@ -91,8 +99,36 @@ class Restarts:
         return program
 
     def _make_error(self, ended: AttemptEnd, kind: Next | type[Exception]) -> Exception:
-        num_restarts = self.before.num_restarts
-        return make_error(ended, kind, num_restarts, self.max_restarts, self.larger_memory)
+        """Return the error that ends the run, with its cause.
+
+        Args:
+            kind: what `policy.decide` has returned.
+        """
+        failure = ended.failure
+        assert failure is not None  # only a gang that moves has none
+        used_up = (
+            f"the gang was lost {ended.position} and has used up its restarts (max_restarts: "
+            f"{self.max_restarts})"
+        )
+        error: Exception = failure
+        if kind is OutOfMemory:
+            error = OutOfMemory(
+                f"{self.larger_memory}, or a smaller evaluation_batch_size, data_workers or "
+                f"model: the ranks ran out of memory twice. {first_line(failure)}"
+            )
+        elif kind is ProgramError and isinstance(failure, RankFailure):
+            twice = f"{first_line(failure)} twice, at {failure.details['place']}, without progress"
+            bug = "in between: the program, or a library that it calls there, has a bug"
+            return program_failure(f"{twice} {bug}", failure.rank)
+        elif kind is StorageUnavailable:
+            error = StorageUnavailable(first_line(failure))
+        elif kind is GangLost:
+            error = GangLost(f"{used_up}: {failure}")
+        elif failure.kind is not FailureKind.EXCEPTION and self.before.num_restarts:
+            failure.args = (f"{used_up}: {failure}",)
+        if error is not failure:
+            error.__cause__ = failure
+        return error
 
     def _note_lack_of_memory(self, ended: AttemptEnd, decision: Next | type[Exception]) -> None:
         """Remember from which step an attempt ran out of memory, for the attempts that follow."""
@@ -116,3 +152,32 @@ class Restarts:
                 note = Storage(self.checkpoints, timeout=0).read(NOTE)
                 return int(json.loads(note)["resumed_step"])
         return None
+
+
+def describe_loss(ended: AttemptEnd, before: Before, how: str, has_store: bool) -> str:
+    """Return the line about a gang that was lost.
+
+    Args:
+        how: the point from which the gang restarts, such as "from the beginning".
+        has_store: the run keeps checkpoints.
+    """
+    failure = ended.failure
+    assert failure is not None  # only a gang that moves has none
+    at = ""
+    if ended.step or has_store:  # a script may report no step
+        at = f" {ended.position}"
+    is_known = before.previous is not None and before.previous.cause == failure.cause != ""
+    what = str(failure)
+    if is_known or failure.kind is FailureKind.STALL:  # the log has all stacks of a stall
+        what = first_line(failure)
+    return f"the gang was lost{at} and restarts {how}: {what}"
+
+
+def describe_move(ended: AttemptEnd, reason: str) -> str:
+    """Return the line about a gang that ended to start again on other nodes."""
+    if not reason and ended.failure:
+        reason = first_line(ended.failure)
+    start = "there"
+    if 0 <= ended.kept_step < ended.step:
+        start = f"step {ended.kept_step}, because no later one was saved in time"
+    return f"{reason}: the gang ended {ended.position} and restarts from {start}"
