@@ -66,15 +66,16 @@ class Digits(ArrayRecipe):
     def model(self) -> nn.Module:
         from torch import nn
 
-        layers = OrderedDict(
-            conv1=nn.Conv2d(1, 32, kernel_size=3, padding=1),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(32, 64, kernel_size=3, padding=1),
-            relu2=nn.ReLU(),
-            pool2=nn.MaxPool2d(2),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(64 * 4 * 4, 128),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(128, 10),
+        return nn.Sequential(
+            OrderedDict(
+                conv1=nn.Conv2d(1, 32, kernel_size=3, padding=1),
+                relu1=nn.ReLU(),
+                conv2=nn.Conv2d(32, 64, kernel_size=3, padding=1),
+                relu2=nn.ReLU(),
+                pool2=nn.MaxPool2d(2),
+                flatten=nn.Flatten(),
+                fc1=nn.Linear(64 * 4 * 4, 128),
+                relu3=nn.ReLU(),
+                fc2=nn.Linear(128, 10),
+            )
         )
-        return nn.Sequential(layers)

@@ -74,19 +74,20 @@ class Mnist(ArrayRecipe):
     def model(self) -> nn.Module:
         from torch import nn
 
-        layers = OrderedDict(
-            conv1=nn.Conv2d(1, 20, kernel_size=5),
-            relu1=nn.ReLU(),
-            pool1=nn.MaxPool2d(2),
-            conv2=nn.Conv2d(20, 50, kernel_size=5),
-            relu2=nn.ReLU(),
-            pool2=nn.MaxPool2d(2),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(50 * 4 * 4, 500),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(500, 10),
+        return nn.Sequential(
+            OrderedDict(
+                conv1=nn.Conv2d(1, 20, kernel_size=5),
+                relu1=nn.ReLU(),
+                pool1=nn.MaxPool2d(2),
+                conv2=nn.Conv2d(20, 50, kernel_size=5),
+                relu2=nn.ReLU(),
+                pool2=nn.MaxPool2d(2),
+                flatten=nn.Flatten(),
+                fc1=nn.Linear(50 * 4 * 4, 500),
+                relu3=nn.ReLU(),
+                fc2=nn.Linear(500, 10),
+            )
         )
-        return nn.Sequential(layers)
 
 
 def _download() -> str:

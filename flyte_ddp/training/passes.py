@@ -93,7 +93,7 @@ def compute_gradients(
     step: int,
     timer: StepTimer,
     watched: WatchedStep,
-    by_source: SourceLosses | None = None,
+    by_source: SourceLosses | None,
 ) -> MetricSums:
     """Add the gradient of the global batch's mean loss to the parameters of `replica`, one
     micro-batch after another.

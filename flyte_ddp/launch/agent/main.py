@@ -43,7 +43,7 @@ from flyte_ddp.launch.protocol.messages import (
 )
 from flyte_ddp.process.standard_streams import open_standard_streams
 from flyte_ddp.process.threads import call_in_background, start_thread
-from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file, permit
+from flyte_ddp.storage import adopt_storage_environment, fetch_file, permit
 
 # seconds without an attempt until this process ends, for example after the driver's death
 IDLE_TIMEOUT = KubernetesConfig.idle_timeout
@@ -223,7 +223,7 @@ def interface_to(host: str) -> str:
     )
 
 
-def unpack_data(url: str, directory: Path, timeout: float = STORE_TIMEOUT) -> str:
+def unpack_data(url: str, directory: Path, timeout: float) -> str:
     """Fetch the archive of the prepared data into `directory`, once, and return the directory."""
     unpacked = directory / os.path.basename(url).removesuffix(".zip")
     if not unpacked.exists():

@@ -108,7 +108,10 @@ def start_serving(host: str) -> tuple[str, int]:
     """Serve bytes to neighbours from threads, for as long as any come. Return the address at which
     they reach this node, which reaches `host` from there.
     """
-    server = socket.create_server((own_address(host), 0), family=_family(host))
+    own, family = own_address(host), socket.AF_INET
+    if ":" in own:
+        family = socket.AF_INET6
+    server = socket.create_server((own, 0), family=family)
     server.settimeout(SERVE_SECONDS)
 
     def serve() -> None:
@@ -156,7 +159,3 @@ def own_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: it only asks the routing table
         return str(probe.getsockname()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]

@@ -142,7 +142,7 @@ def decide(ended: AttemptEnd, before: Before, rules: Rules) -> Next | type[Excep
     return Next.RAISE
 
 
-def is_bug(ended: AttemptEnd, previous: AttemptEnd | None, repeats_bugs: bool = False) -> bool:
+def is_bug(ended: AttemptEnd, previous: AttemptEnd | None, repeats_bugs: bool) -> bool:
     """Return whether the program or its input is to blame. Another attempt would then fail in the
     same way.
     """

@@ -261,7 +261,7 @@ def _add_values(axes: Axes, figure: str) -> None:
 
 
 def log_scale(
-    axes: Axes, values: Sequence[float], ratio: float = 20.0, axis: Literal["x", "y"] = "y"
+    axes: Axes, values: Sequence[float], ratio: float, axis: Literal["x", "y"] = "y"
 ) -> None:
     """Use a logarithmic axis with plain numbers if `values` are positive and their range exceeds
     `ratio`.
