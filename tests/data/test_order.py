@@ -241,7 +241,7 @@ def test_a_share_that_is_too_small_is_refused_in_a_line(share):
     [
         ({"lanes": 0}, "lanes: expected a whole number of at least 1, got 0"),
         ({"lanes": 2.5}, "lanes: expected a whole number.*, got 2.5"),
-        ({"sources": {"0": ["/data"]}}, r"sources\['0'\]: expected Shards, got a list"),
+        ({"sources": {"0": ["/data"]}}, r"sources\['0'\]: expected Shards or Packed, got a list"),
     ],
 )
 def test_an_argument_of_a_mixture_that_has_a_wrong_value_is_refused(arguments, expected):
