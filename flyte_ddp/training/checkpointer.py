@@ -66,7 +66,9 @@ class RunNotes:
         """
         recipe, config = self.parallelism.recipe, self.parallelism.config
         check_kind(state, url, is_function=False)
-        check_same_run(state, url, config, self.data_fingerprint, recipe.changeable_options)
+        added = self._list_added_options(state)
+        free = {*recipe.changeable_options, *added}
+        check_same_run(state, url, config, self.data_fingerprint, free)
         ours = [type(recipe).__qualname__, self.recipe_version]
         if state["recipe"] != ours and is_by_value(type(recipe)):
             raise ConfigError(
@@ -81,8 +83,23 @@ class RunNotes:
         check_length(trained.model, self.parallelism, num_steps, epochs, url)
         theirs, options = recorded_config(state), config.recipe_options
         # The samples may differ where an option such as the augmentation has changed.
-        are_same = all(theirs.is_same(f"{OPTIONS}.{name}", each) for name, each in options.items())
+        are_same = all(
+            name in added or theirs.is_same(f"{OPTIONS}.{name}", each)
+            for name, each in options.items()
+        )
         check_checkpoint(recipe, self.data_facts, self.read_facts, state, url, not are_same)
+
+    def _list_added_options(self, state: Mapping[str, Any]) -> set[str]:
+        """Return the recipe's options that it did not have in the run of a state, if they are at
+        their defaults.
+        """
+        recorded, kind = state["config"]["recipe_options"], type(self.parallelism.recipe)
+        options = self.parallelism.config.recipe_options.items()
+        return {
+            name
+            for name, value in options
+            if name not in recorded and value == getattr(kind, name, None)
+        }
 
     def _warn_of_code(self, state: Mapping[str, Any], url: str, ours: list[str]) -> None:
         before, now = state["origin"]["code"], self.origin["code"]

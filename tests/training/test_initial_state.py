@@ -328,3 +328,13 @@ def test_a_missing_state_is_refused_before_the_start_unless_the_run_resumes(tmp_
     url.unlink()
     resumed = flyte_ddp.train(recipe, {**config, "epochs": 2}, **options)
     assert [each.epoch for each in resumed.epochs] == [1, 2]
+
+
+def test_an_option_that_the_recipe_did_not_have_counts_as_its_default(tmp_path):
+    run = new_run(tmp_path, "Optional")
+    trainer = new_trainer(run, epochs=1)
+    del trainer.checkpoints.notes.config["recipe_options"]["biased"]
+    trainer.fit()
+    new_trainer(run, epochs=2).checkpoints.resume()
+    with raises_one_line(ConfigError, match="recipe_options.biased: expected None, .* got False"):
+        new_trainer(run, epochs=2, recipe_options={"biased": False}).checkpoints.resume()
