@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -67,14 +68,15 @@ def prepare_documents(directory, **options):
 
 
 def texts_of(rows, tokenizer):
-    """The documents that whole rows have, and their targets."""
-    found, targets = [], []
+    """The documents that whole rows have, and each target with the token before it."""
+    found, pairs = [], []
     for inputs, labels in (rows[number] for number in range(len(rows))):
         starts = (inputs[1] == 0).nonzero().flatten().tolist()
         for begin, end in zip(starts, [*starts[1:], CONTEXT], strict=True):
             found.append(tokenizer.decode(inputs[0][begin:end].tolist()))
-        targets += labels[labels != -100].tolist()
-    return found, targets
+        learned = labels != -100
+        pairs += zip(inputs[0][learned].tolist(), labels[learned].tolist(), strict=True)
+    return found, pairs
 
 
 @pytest.mark.parametrize("size", [50, 1 << 13])
@@ -84,12 +86,14 @@ def test_rows_have_whole_documents_and_each_token_of_text_is_learned_once(
     monkeypatch.setattr(corpus, "MAX_PIECE", size)
     monkeypatch.setattr(documents, "RECORD", size)
     recipe, splits, described = prepare_documents(tmp_path / "a")
-    tokenizer, texts, targets = recipe._tokenizer, [], []
+    tokenizer, texts, pairs = recipe._tokenizer, [], []
     for rows in splits:
         found = texts_of(rows, tokenizer)
-        texts, targets = texts + found[0], targets + found[1]
-    expected = [token for text in DOCUMENTS for token in [*text.encode(), tokenizer.end]]
-    assert sorted(targets) == sorted(expected)
+        texts, pairs = texts + found[0], pairs + found[1]
+    end, expected = tokenizer.end, []
+    for each in DOCUMENTS:
+        expected += itertools.pairwise([end, *each.encode(), end])
+    assert sorted(pairs) == sorted(expected)
     short = [each for each in DOCUMENTS if len(each.encode()) < CONTEXT - 1]
     assert len(short) > 20
     assert set(short) <= set(texts)
@@ -185,8 +189,8 @@ def test_documents_are_in_shards_as_they_are_without(tmp_path):
     assert described.endswith("documents in rows of 32 tokens")
     assert recipe._bytes_per_token["train"] == plain._bytes_per_token["train"]
     for one, other in zip(splits, streamed, strict=True):
-        targets = [texts_of(each, recipe._tokenizer)[1] for each in (one, other)]
-        assert sorted(targets[0]) == sorted(targets[1])
+        pairs = [texts_of(each, recipe._tokenizer)[1] for each in (one, other)]
+        assert sorted(pairs[0]) == sorted(pairs[1])
     (tmp_path / "c").mkdir()
     with pytest.raises(ConfigError, match=r"recipe_options.samples: expected 'documents', as in"):
         prepared(tmp_path / "c", shards, context=CONTEXT)

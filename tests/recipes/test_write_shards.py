@@ -223,6 +223,7 @@ def test_windows_of_a_text_are_in_shards_as_they_are_without_and_so_are_its_figu
     assert found[1] == expected[1]
     assert found[0] != expected[0]
     assert sorted(found[0]) == sorted(expected[0])
+    assert streamed[0].count_targets([0, 1]) == 2  # No rank has to count the windows of a batch.
     assert streamed[0][0][0].dtype == plain[0][0][0].dtype
     epoch = sample_run.epoch(1)
     assert of_shards.figures(epoch) == of_text.figures(epoch)

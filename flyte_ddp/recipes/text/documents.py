@@ -99,10 +99,10 @@ def write_rows(
         for split in SPLITS:
             source = Source(f"{place}/{split}", SHORT_TIMEOUT)
             write_parquet(source, f"{directory}/{split}", 0, SHARD_BYTES, None, samples)
-    rows_of_splits = open_rows(str(directory), samples, context)
-    lines = [
-        f"{split}: {rows.prepare()}" for split, rows in zip(SPLITS, rows_of_splits, strict=True)
-    ]
+    lines = []
+    for split, packed in zip(SPLITS, open_rows(str(directory), samples, context), strict=True):
+        packed.prepare()
+        lines.append(f"{split}: {packed.num_targets:,} tokens to learn in {len(packed):,} rows")
     facts = {
         name: size / count
         for name, size, count in zip(("train", "held_out"), num_bytes, num_targets, strict=True)
