@@ -29,7 +29,9 @@ from tests.support.short_run import run_finished, started
 
 TYPE = "node.kubernetes.io/instance-type"
 NODES = SimpleNamespace(
-    nodes=[SimpleNamespace(worker="worker-0"), SimpleNamespace(worker="worker-1")], namespace="team"
+    nodes=[SimpleNamespace(worker="worker-0"), SimpleNamespace(worker="worker-1")],
+    namespace="team",
+    num_spares=0,
 )
 LABELS = [({TYPE: "p4d.24xlarge"}, 1000.0), ({TYPE: "m5.large", "zone": "b"}, 1090.0)]
 
@@ -70,6 +72,15 @@ def test_the_first_pattern_that_fits_a_label_of_a_node_gives_its_price(make_cost
     assert asked == [(["worker-0", "worker-1"], "team")]
     assert price == pytest.approx(30.1)
     assert absent_cost == pytest.approx(0.1 * 90 / 3600)  # the second pod started 90 s later
+
+
+def test_a_spare_node_costs_as_much_as_the_mean_node(make_costs, monkeypatch):
+    monkeypatch.setattr(costs, "locate_nodes", lambda *_: LABELS)
+    nodes = SimpleNamespace(**{**vars(NODES), "num_spares": 1})
+    table = f"'{TYPE}=p4d.*' = 30\n'{TYPE}=*' = 10"
+    price, absent_cost = make_costs(table).find_price(nodes, waiting_since=1000.0)
+    assert price == pytest.approx(30 + 10 + 20)
+    assert absent_cost == pytest.approx(1.5 * 10 * 90 / 3600)
 
 
 @pytest.mark.parametrize("error", ["", "nodes is forbidden"])

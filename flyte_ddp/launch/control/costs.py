@@ -49,6 +49,9 @@ class Costs(Limit):
         """Return the price of the nodes per hour, and what they would have cost between
         `waiting_since` and the start of their pods. Both are 0 if a price is not known.
 
+        A spare node costs as much as the mean node, whether its pod has found room or not: nobody
+        knows at the start when it will.
+
         Raises:
             ConfigError: there is a `max_cost`, and a node without a price.
         """
@@ -66,7 +69,8 @@ class Costs(Limit):
                 raise ConfigError(f"max_cost: expected a price of each node: {error}") from None
             logger.warning("what this run costs is not known: %s", error)
             return 0.0, 0.0
-        return price, absent_cost
+        factor = 1 + nodes.num_spares / len(workers)
+        return factor * price, factor * absent_cost
 
     def _find_own_price(self, labels: Mapping[str, str]) -> float:
         texts = [f"{name}={value}" for name, value in labels.items()]

@@ -44,6 +44,7 @@ class Nodes:
     nodes: Sequence[Node]  # nodes in the order of their ranks
     world_size: int  # number of ranks
     namespace: str = ""  # namespace of the workers' pods; "" if they have none
+    num_spares: int = 0  # further pods of the run, which cost as much as its nodes
     reference: Reference | None = None  # the check of the nodes uses it; None: no check
 
     @property

@@ -92,6 +92,7 @@ class DaskNodes(Nodes):
         self.scheduler_id = scheduler_id(self.client)
         if self.config.resolved_kind == "kubernetes":
             self.namespace = target_namespace(self.config)
+            self.num_spares = self.config.spare_nodes
 
     @property
     def larger(self) -> int:
