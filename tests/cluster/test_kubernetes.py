@@ -1385,19 +1385,37 @@ def test_the_labels_of_nodes_and_the_starts_of_pods_are_those_of_the_workers(
         client.V1Node(metadata=client.V1ObjectMeta(name=name, labels={"zone": name[-1]}))
         for name in ("node-a", "node-b")
     ]
+    places = {"worker-0": "node-b", "worker-1": "node-c", "of-another-run": "node-a"}  # c is gone
     pods = {
-        "worker-0": client.V1PodSpec(containers=[], node_name="node-b"),
-        "worker-1": client.V1PodSpec(containers=[], node_name="node-c"),  # gone
+        name: client.V1Pod(
+            metadata=client.V1ObjectMeta(name=name),
+            spec=client.V1PodSpec(containers=[], node_name=node),
+            status=client.V1PodStatus(start_time=begun),
+        )
+        for name, node in places.items()
     }
+    asked = []
 
-    def call(_: str, method: str, *args: str, patience: float) -> Any:
+    def call(_: str, method: str, *args: str, patience: float, label_selector: str = "") -> Any:
+        asked.append(method)
         if method == "list_node":
             return client.V1NodeList(items=nodes)
-        assert (method, args[1]) == ("read_namespaced_pod", "team")
-        return client.V1Pod(spec=pods[args[0]], status=client.V1PodStatus(start_time=begun))
+        if method == "read_namespaced_pod":
+            assert args[1] == "team"
+            return pods[args[0]]
+        assert (method, args, label_selector) == (
+            "list_namespaced_pod",
+            ("team",),
+            "dask.org/component=worker",
+        )
+        return client.V1PodList(items=list(pods.values()))
 
     monkeypatch.setattr(api, "call", call)
     found = api.locate_nodes(["worker-0", "worker-1"], "team")
     assert found == [({"zone": "b"}, begun.timestamp()), ({}, begun.timestamp())]
+    assert len(asked) == 2  # for any number of pods
+    assert api.locate_nodes(["worker-0"], "team") == found[:1]
+    with pytest.raises(ClusterError, match="there is no pod worker-9"):
+        api.locate_nodes(["worker-0", "worker-9"], "team")
     host = {"kubernetes.io/hostname": socket.gethostname()}
     assert api.locate_nodes(["0", "1"], "") == [(host, 0.0)] * 2

@@ -23,6 +23,7 @@ from typing import Any
 from flyte_ddp.cluster.config import FILLER, ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import (
     CLUSTER,
+    COMPONENT,
     GROUP,
     KUEUE,
     KUEUE_VERSION,
@@ -329,9 +330,17 @@ def locate_nodes(workers: Sequence[str], namespace: str) -> list[tuple[dict[str,
         return [({"kubernetes.io/hostname": host}, 0.0)] * len(workers)
     nodes = call("CoreV1Api", "list_node", patience=0).items
     labels = {node.metadata.name: node.metadata.labels for node in nodes}
+    if len(set(workers)) == 1:
+        pods = [call("CoreV1Api", "read_namespaced_pod", workers[0], namespace, patience=0)]
+    else:  # one request: for a thousand pods, a request each would take many seconds
+        request = ("CoreV1Api", "list_namespaced_pod", namespace)
+        pods = call(*request, label_selector=f"{COMPONENT}=worker", patience=0).items
+    by_name = {pod.metadata.name: pod for pod in pods}
     found = []
     for name in workers:
-        pod = call("CoreV1Api", "read_namespaced_pod", name, namespace, patience=0)
+        if name not in by_name:
+            raise ClusterError(f"there is no pod {name}")
+        pod = by_name[name]
         found.append((labels.get(pod.spec.node_name, {}), pod.status.start_time.timestamp()))
     return found
 
