@@ -1413,7 +1413,7 @@ def test_the_labels_of_nodes_and_the_starts_of_pods_are_those_of_the_workers(
     monkeypatch.setattr(api, "call", call)
     found = api.locate_nodes(["worker-0", "worker-1"], "team")
     assert found == [({"zone": "b"}, begun.timestamp()), ({}, begun.timestamp())]
-    assert len(asked) == 2  # for any number of pods
+    assert len(asked) == 2  # the number of pods does not matter
     assert api.locate_nodes(["worker-0"], "team") == found[:1]
     with pytest.raises(ClusterError, match="there is no pod worker-9"):
         api.locate_nodes(["worker-0", "worker-9"], "team")

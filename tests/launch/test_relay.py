@@ -228,11 +228,19 @@ def event(worker, message):
 def test_a_node_that_does_not_take_its_job_is_lost_sooner_than_a_silent_one(gang):
     admitted = {"admitted": True, "worker": "a"}
     assert gang.receive(1.0, admitted) == []
-    (index, failed), (_, end) = gang.receive(nodes.ANSWER_TIMEOUT)
+    (index, failed), (_, end) = gang.receive(nodes.ANSWER_TIMEOUT + 0.1)
     assert index == 1
     assert isinstance(failed, Failed)
     assert "it does not answer" in str(failed.failure)
     assert end.outcome is Outcome.FAILED
+
+
+def test_no_node_is_lost_while_others_take_their_jobs_in_line_before_it(gang):
+    assert gang.receive(4.0, {"admitted": True, "worker": "a"}) == []
+    assert gang.receive(4.0) == []
+    received = gang.receive(2.0, event("a", Beat(1)))
+    assert [index for index, _ in received] == [0, 1, 1]
+    assert "did not take its job within 10 s" in str(received[1][1].failure)
 
 
 def test_a_batch_has_messages_of_many_nodes_and_silence_is_noticed_as_before(gang):

@@ -79,6 +79,7 @@ class DaskNodes(Nodes):
     _name: str = ""  # name of the attempt and of the topic of its messages
     _command: bytes = b""
     _next_command_at: float = 0.0
+    _admitted_at: float = 0.0  # monotonic: when a node last took its job
     _next_look_at: float = 0.0  # monotonic: when to look again for nodes without messages
     _futures: list[Future] = field(default_factory=list)
     # batches of events of the attempt and of the scheduler, each with its time of arrival
@@ -257,13 +258,15 @@ class DaskNodes(Nodes):
         """
         for event in batch:
             node = self._by_address.get(event["worker"])
+            if node and not node.is_admitted and ("message" in event or "admitted" in event):
+                node.is_admitted, self._admitted_at = True, arrived_at
             if node and "message" in event:
-                node.last_message_at, node.is_admitted, node.is_started = arrived_at, True, True
+                node.last_message_at, node.is_started = arrived_at, True
                 message = pickle.loads(event["message"])
                 node.is_confirmed = isinstance(message, End)
                 yield node, message
             elif node and "admitted" in event:
-                node.last_message_at, node.is_admitted = arrived_at, True
+                node.last_message_at = arrived_at
             elif node and "leaves_in" in event:
                 yield node, Leaving(event["leaves_in"])
             elif node and event.get("action") == "remove-worker":
@@ -283,7 +286,9 @@ class DaskNodes(Nodes):
         if node.is_started and silence > limit:
             node.is_silent = True
             return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
-        if not node.is_admitted and silence > ANSWER_TIMEOUT:
+        # A thousand nodes take their jobs in line, for longer than one may take.
+        since_others = time.monotonic() - self._admitted_at
+        if not node.is_admitted and min(silence, since_others) > ANSWER_TIMEOUT:
             return f"it does not answer: it did not take its job within {silence:.0f} s"
         if not node.is_started and silence > max(limit, START_TIMEOUT):
             return f"its agent has not started within {silence:.0f} s"
