@@ -196,6 +196,7 @@ def _run_ranks() -> None:
 async def run_workers(address: str, names: Sequence[str]) -> None:
     """Run a Dask worker for each of `names` until the standard input of this process ends."""
     import dask
+    import torch.distributed  # noqa: F401 - otherwise in the rendezvous, beside all nodes' threads
     from distributed import Worker
 
     dask.config.set({"distributed.admin.system-monitor.interval": MONITOR_INTERVAL})
