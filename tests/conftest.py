@@ -85,6 +85,19 @@ def pytest_ignore_collect(collection_path, config):
     return None if is_named else True
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
+def pytest_collection_modifyitems(items):
+    """Refuse a test with the mark `long` in a file that does not contain `mark.long`: `make
+    test-long` finds its files by this text.
+    """
+    files = {item.path for item in items if item.get_closest_marker("long")}
+    missed = sorted(str(file) for file in files if "mark.long" not in file.read_text())
+    if missed:
+        raise pytest.UsageError(
+            f"expected mark.long in each file with such tests, got none in {', '.join(missed)}"
+        )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Let the garbage collector never visit what the files of tests import. Its visits take a tenth
