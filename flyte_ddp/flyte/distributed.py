@@ -36,6 +36,7 @@ from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.project.admission import load_allowed
 from flyte_ddp.storage import check_places
+from flyte_ddp.task_run import distributed
 from flyte_ddp.task_run.distributed import find_variables, run_function
 
 # beginnings of the variables that describe a process's execution; they contain no secrets
@@ -187,25 +188,14 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
 def check_reachable(
     gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str
 ) -> None:
-    """Raise ConfigError for a local file as input, or for local outputs, if the ranks are on other
-    machines.
-    """
-    if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
-        return
-    for name, url in _list_urls(inputs):
-        if _is_local(url):
-            raise ConfigError(
-                f"{name}: expected a URL that the pods of the ranks can reach, got {url!r}"
-            )
+    """Check a task's inputs and outputs as `task_run.distributed.check_reachable` does."""
+    files = []
     for name, variable in outputs.items():
         kind = MessageToDict(variable.type.to_flyte_idl())
-        files = list(_find_values(kind, "blob", "structuredDatasetType"))
-        if files and _is_local(raw_output_prefix):
-            raise ConfigError(
-                "raw-output-data-prefix: expected a URL that the pods of the ranks can reach, "
-                f"because output {name} "
-                f"is a file, got {raw_output_prefix!r}"
-            )
+        if list(_find_values(kind, "blob", "structuredDatasetType")):
+            files.append(name)
+    place = "raw-output-data-prefix", raw_output_prefix
+    distributed.check_reachable(gang, _list_urls(inputs), files, place)
 
 
 def _list_urls(inputs: LiteralMap) -> Iterator[tuple[str, str]]:
@@ -225,10 +215,6 @@ def _find_values(message: Any, *keys: str) -> Iterator[Any]:
     if isinstance(message, list):
         for value in message:
             yield from _find_values(value, *keys)
-
-
-def _is_local(uri: str) -> bool:
-    return "://" not in uri or uri.startswith("file://")
 
 
 TaskPlugins.register_pythontask_plugin(Distributed, DistributedTask)

@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import flyte
 from flyte.extend import TaskPluginRegistry
+from flyte.io import DataFrame, Dir, File
 
 from flyte_ddp.code.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte2.task import MainThreadTask, flyte_errors, limited_urls, open_task_run
+from flyte_ddp.flyte2.task import (
+    MainThreadTask,
+    flyte_errors,
+    is_local,
+    limited_urls,
+    open_task_run,
+)
 from flyte_ddp.launch import distributed
-from flyte_ddp.launch.run import function_program
+from flyte_ddp.launch.run import Gang, function_program
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.project.admission import load_allowed
-from flyte_ddp.task_run.distributed import describe_sizes, find_variables, run_function
+from flyte_ddp.storage import check_places
+from flyte_ddp.task_run.distributed import (
+    check_reachable,
+    describe_sizes,
+    find_variables,
+    run_function,
+)
 
 # beginnings of the variables that describe a process's action and its store
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "ACTION_NAME")
@@ -104,8 +118,9 @@ class DistributedTask(MainThreadTask):
 
     def call(self, *args: Any, **inputs: Any) -> Any:
         config, name = self.plugin_config, self.func.__name__
-        report = Report(name)
+        report, gang = Report(name), config.gang(self.pods)
         with flyte_errors():
+            self.check_allowed(gang, inputs)
             limits = config.limit_urls(limited_urls)
         with (
             flyte_errors(),
@@ -114,15 +129,55 @@ class DistributedTask(MainThreadTask):
                 report, "", config.max_hours, config.tracking(), bool(config.mlflow)
             ) as run,
         ):
-            gang = config.gang(self.pods)
-            gang.check_allowed(load_allowed(config.allowed))
             call = RankCall(self.func, flyte.ctx().replace(data=None))
             program = function_program(call, (), inputs, config.stall_timeout)
             variables = {**find_variables(FLYTE_VARIABLES), **(self.env_vars or {})}
             program = program.with_needs(variables=variables, max_cost=config.max_cost)
             packages = packages_beside(self.func.__module__)
             program = dataclasses.replace(program, name=name, packages=packages)
-            return cloudpickle.loads(run_function(run, config, program, gang))
+            fields: dict[str, Any] = {}
+            if is_local() and not gang.is_on_this_machine:
+                fields["checkpoints"] = ""  # Pods cannot reach a directory of this machine.
+            return cloudpickle.loads(run_function(run, config, program, gang, **fields))
+
+    def check_allowed(self, gang: Gang, inputs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the gang's cluster is not allowed, or, in a pod, a file of `inputs`;
+        or if the ranks cannot reach a file.
+        """
+        allowed = load_allowed(self.plugin_config.allowed)
+        gang.check_allowed(allowed)
+        urls = [(name, url) for name, value in inputs.items() for url in find_urls(value)]
+        if not is_local():
+            check_places(urls, allowed.urls)
+        kinds = self.native_interface.outputs
+        files = [name for name, kind in kinds.items() if contains_files(kind)]
+        place = "raw-data-path", flyte.ctx().raw_data_path.path
+        check_reachable(gang, urls, files, place)
+
+
+def find_urls(value: Any) -> Iterator[str]:
+    """Yield the URLs of files, directories and data frames anywhere in a task's input."""
+    parts: Sequence[Any] = ()
+    if isinstance(value, (File, Dir)):
+        yield value.path
+    elif isinstance(value, DataFrame):
+        yield value.uri or ""
+    elif isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields"):
+        # The SDK passes dataclasses and models of pydantic.
+        parts = list(vars(value).values())
+    for part in parts:
+        yield from find_urls(part)
+
+
+def contains_files(kind: Any) -> bool:
+    """Return whether values of a type contain files, such as those of `list[File]`."""
+    if isinstance(kind, type) and issubclass(kind, (File, Dir, DataFrame)):
+        return True
+    return any(contains_files(part) for part in typing.get_args(kind))
 
 
 def read_pod_sizes(resources: flyte.Resources) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def current_execution() -> Execution:
         champions=champions,
         # A cluster gets this name. The cluster of a killed pod of the same attempt may still exist.
         attempt_id=f"{run_id}-{os.urandom(4).hex()}",
+        attempt=context.attempt_number,
     )
 
 

@@ -5,8 +5,10 @@ knows neither.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.distributed import Distributed
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
@@ -33,6 +35,37 @@ def run_function(
     state = run.run(program, gang, labels=labels, results=config.results, **fields)
     run.files.keep_history(report)
     return returned_value(state)
+
+
+def check_reachable(
+    gang: Gang, inputs: Iterable[tuple[str, str]], outputs: Iterable[str], place: tuple[str, str]
+) -> None:
+    """Raise ConfigError for a local file as input, or for local outputs, if the ranks are in a
+    cluster's pods.
+
+    Args:
+        inputs: names of inputs, each with the URL of a file in it.
+        outputs: names of the outputs that contain files.
+        place: the option that names the place of such files, and the place.
+    """
+    if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
+        return
+    for name, url in inputs:
+        if _is_local(url):
+            raise ConfigError(
+                f"{name}: expected a URL that the pods of the ranks can reach, got {url!r}"
+            )
+    option, prefix = place
+    for name in outputs:
+        if _is_local(prefix):
+            raise ConfigError(
+                f"{option}: expected a URL that the pods of the ranks can reach, "
+                f"because output {name} is a file, got {prefix!r}"
+            )
+
+
+def _is_local(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
 
 
 def find_variables(beginnings: tuple[str, ...]) -> dict[str, str]:

@@ -297,9 +297,11 @@ def test_predictions_have_outputs_and_no_report(all_packages, tmp_path):
 
 TWINS = """
 import json
+import os
 from pathlib import Path
 import flyte
 from flyte_ddp import flyte2
+from flyte_ddp.flyte2.task import current_execution
 from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
 
 env = flyte2.environment("twins", flyte2.SETTINGS.small)
@@ -323,6 +325,11 @@ def retrain() -> flyte2.RetrainingOutputs:
     planned = flyte2.plan_retraining(None, "champion", "lines.Lines", config)
     return flyte2.challenge(planned, num_processes=1)
 
+@env.task
+def count() -> int:
+    os.environ["FLYTE_ATTEMPT_NUMBER"] = "2"  # as in a pod
+    return current_execution().attempt
+
 flyte.init()
 accuracies, config, metrics, *_ = flyte.run(sweep).outputs()
 print("sweep", accuracies, sorted(metrics))
@@ -335,6 +342,7 @@ print("retrained", flyte.run(retrain).outputs()[3])
 (manifest,) = ChampionStore("champion").versions()
 last_run = json.loads(Path("champion", LAST_RUN).read_text())
 print("execution", [manifest.execution, last_run["execution"]])
+print("attempt", flyte.run(count).outputs()[0])
 """
 LINES = """
 import dataclasses
@@ -384,10 +392,13 @@ def test_sweeps_cards_and_predictions_are_those_of_the_other_door(all_packages, 
     assert said["predicted"] == "32"
     assert said["retrained"] == "promoted"
     assert said["execution"] == "['', '']"
+    assert said["attempt"] == "2"
 
 
 MISTAKES = """
+import dataclasses
 import flyte
+from flyte.io import Dir, File
 from flyte_ddp import flyte2
 
 def tell(call):
@@ -431,6 +442,35 @@ def late() -> str:
     finally:
         time.sleep(0.4)
 
+@dataclasses.dataclass
+class Files:
+    by_name: dict[str, list[File]]
+
+FILES = Files({"first": [File(path="s3://bucket/file"), File(path="/etc/passwd")]})
+ranks = flyte2.environment("ranks", SIZE, flyte2.Distributed())
+pods = {"cluster": {"kind": "kubernetes"}}
+in_pods = flyte2.environment("pods", SIZE, flyte2.Distributed(nnodes=2, **pods))
+
+@ranks.task
+def read(files: Files) -> int:
+    return len(files.by_name)
+
+@in_pods.task
+def read_in_pods(directory: Dir) -> int:
+    return 0
+
+@in_pods.task
+def write_in_pods(directory: Dir) -> list[File]:
+    return []
+
+def read_in_a_pod():
+    import flyte_ddp.flyte2.distributed as distributed
+    here, distributed.is_local = distributed.is_local, lambda: False
+    try:
+        flyte.run(read, files=FILES)
+    finally:
+        distributed.is_local = here
+
 async def later() -> None: ...
 
 def in_a_task(name, call):
@@ -450,6 +490,10 @@ tell(lambda: flyte.run(late))
 tell(lambda: flyte2.train("digits"))
 tell(lambda: flyte2.environment("other", SIZE, object()))
 tell(lambda: env.task(later))
+print("read", flyte.run(read, files=FILES).outputs().o0)
+tell(read_in_a_pod)
+tell(lambda: flyte.run(read_in_pods, directory=Dir(path="/tmp/files")))
+tell(lambda: flyte.run(write_in_pods, directory=Dir(path="s3://bucket/files")))
 tell(lambda: flyte.run(elsewhere))
 tell(lambda: flyte.run(other_champion))
 tell(lambda: flyte.run(outside))
@@ -470,10 +514,14 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
         "ConfigError task: expected a call in a task of Flyte 2, got one outside of any",
         "ConfigError config: expected flyte_ddp.flyte2.Distributed, got builtins.object",
         "ConfigError env.later: expected a function that is not async",
+        "az://*), got '/etc/passwd'",
+        "directory: expected a URL that the pods of the ranks can reach, got '/tmp/files'",
+        "raw-data-path: expected a URL that the pods of the ranks can reach, because output o0",
         "data: expected one of allowed.urls",
         "champion: expected one of allowed.urls",
         "env: expected a task of flyte_ddp.flyte2.environment, which runs on the main thread",
     )
+    assert "read 1\n" in output  # a run of one's own may read any file
     assert len(said) == len(wanted)
     assert all(text in line for text, line in zip(wanted, said, strict=True)), said
     program = "import flyte_ddp.flyte2 as f; f.train"
