@@ -130,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # recipes are found here, as under `python -m`
     if arguments[0] == "train" and not any(map(OTHER_RANKS.fullmatch, arguments)):
         # The ranks import torch while this process imports the rest.
-        pkgutil.resolve_name("flyte_ddp.launch.agent.rank_start:start_server")(("torch",))
+        start_server = pkgutil.resolve_name("flyte_ddp.launch.agent.rank_start:start_server")
+        list_client_modules = pkgutil.resolve_name("flyte_ddp.storage:list_client_modules")
+        start_server(("torch", *list_client_modules(arguments)))
     try:
         ended = pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:])
         if isinstance(ended, int):

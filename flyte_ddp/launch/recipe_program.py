@@ -22,7 +22,7 @@ from flyte_ddp.launch.protocol.programs import Kind, Program
 from flyte_ddp.launch.protocol.ranks import TRAINING
 from flyte_ddp.project.admission import places_of_config
 from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
-from flyte_ddp.storage import check_places
+from flyte_ddp.storage import check_places, list_client_modules
 from flyte_ddp.storage.state_dict_file import describe_missing
 
 
@@ -76,7 +76,7 @@ def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tup
         and importlib.util.find_spec("torchmetrics")
     ):
         modules.append("torchmetrics")
-    return tuple(modules)
+    return (*modules, *list_client_modules(config))
 
 
 @dataclass(frozen=True)

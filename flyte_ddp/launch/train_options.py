@@ -37,7 +37,7 @@ from flyte_ddp.launch.run_options import (
     read_given,
 )
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
-from flyte_ddp.storage import check_url
+from flyte_ddp.storage import check_url, list_client_modules
 
 HISTORY, REPORT = "history.jsonl", "report.html"
 USAGE = "flyte-ddp train RECIPE [--FIELD VALUE ...] [OPTION ...]"
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         recipe = None
         if options.recipe in BUILTIN:
             recipe = get_recipe(options.recipe)
-        start_server(slow_imports(given, recipe))
+        clients = list_client_modules(options.data, options.checkpoints)
+        start_server((*slow_imports(given, recipe), *clients))
     config = config_of(options.recipe, given)
     directory = Path(options.checkpoints)
     is_new = not options.checkpoints or "://" in options.checkpoints

@@ -20,7 +20,12 @@ from flyte_ddp.storage.environment import (
     flyte_storage_environment,
     storage_environment,
 )
-from flyte_ddp.storage.filesystem import check_place, check_url, open_filesystem
+from flyte_ddp.storage.filesystem import (
+    check_place,
+    check_url,
+    list_client_modules,
+    open_filesystem,
+)
 from flyte_ddp.storage.limits import check_places, limit_urls, permit
 from flyte_ddp.storage.redaction import has_password, redact_errors, redact_url, redact_values
 
@@ -40,6 +45,7 @@ __all__ = [
     "flyte_storage_environment",
     "has_password",
     "limit_urls",
+    "list_client_modules",
     "open_filesystem",
     "permit",
     "read_file",

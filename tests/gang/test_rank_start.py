@@ -15,7 +15,9 @@ from multiprocessing import forkserver
 
 import psutil
 import pytest
+from fsspec import asyn
 
+from flyte_ddp.__main__ import COMMANDS, main
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch.agent import rank_start
@@ -40,6 +42,12 @@ def _describe(pipe):
             "collects garbage": gc.isenabled(),
             "leaves imports alone": gc.get_freeze_count() > 100_000,
             "training loop": getattr(sys.modules.get("flyte_ddp.training.main"), "__file__", ""),
+            "client of S3": (
+                "s3fs" in sys.modules,
+                asyn.iothread,
+                asyn.loop,
+                psutil.Process(os.getppid()).net_connections("inet"),
+            ),
             "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             **{name: os.environ.get(name) for name in ("GIVEN_LATER", "TAKEN_AWAY", "TORCH_LOGS")},
         }
@@ -145,6 +153,45 @@ print(test._description(dataclasses.replace(test.RECIPE, slow_imports=["broken"]
     assert done.returncode == 0, done.stderr
     compiler = "[rank 0] torch._dynamo imported: False"
     assert done.stdout.splitlines() == [TRAINING_LOOP, "preparing", compiler, "False"]
+
+
+CLIENT = """
+import dataclasses
+from flyte_ddp.launch.recipe_program import slow_imports
+from tests.gang import test_rank_start as test
+
+config = {"recipe_options": {"shards": [%r]}}
+program = dataclasses.replace(test.RECIPE, slow_imports=slow_imports(config))
+print(test._description(program)["client of S3"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("shards", "found"),
+    [
+        # Neither fsspec's thread nor its event loop survives a fork, and no rank shares a socket.
+        ("s3://bucket/shards", "(True, [None], [None], [])"),
+        ("/shards", "(False, [None], [None], [])"),
+    ],
+)
+def test_the_client_of_a_store_that_the_config_names_is_imported_before_the_fork(shards, found):
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT % shards],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == found
+
+
+def test_the_command_line_names_the_client_of_its_stores(monkeypatch):
+    started = []
+    monkeypatch.setattr(rank_start, "start_server", started.append)
+    monkeypatch.setitem(COMMANDS, "train", ("builtins:bool", ""))
+    for place in ("s3://bucket/run", "runs/one"):
+        main(["train", "digits", "--checkpoints", place])
+    assert started == [("torch", "s3fs"), ("torch",)]
 
 
 @pytest.mark.parametrize("config", [{"compile": True}, {"parallel": "fsdp"}], ids=str)

@@ -54,7 +54,14 @@ from flyte_ddp.process.invocation import COMMAND_VARIABLE, find_flyte_ddp_comman
 from flyte_ddp.process.standard_streams import open_standard_streams, print_line
 from flyte_ddp.process.threads import call_in_background
 from flyte_ddp.project.admission import IMAGE_VARIABLE
-from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_errors, redact_url, redact_values
+from flyte_ddp.storage import (
+    SHORT_TIMEOUT,
+    Storage,
+    list_client_modules,
+    redact_errors,
+    redact_url,
+    redact_values,
+)
 
 # seconds for listeners to finish what they have begun: W&B's and MLflow's last files
 CLOSE_TIMEOUT = 2 * SHORT_TIMEOUT
@@ -215,8 +222,8 @@ def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage | None]]:
         name = "output"
     storage = Storage(job.checkpoints, name, program.needs.store_timeout)
     storage.check_access()
-    if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
-        modules = (*program.slow_imports, type(storage.file_system).__module__)
+    if program.slow_imports:
+        modules = (*program.slow_imports, *list_client_modules(storage.url))
         program = dataclasses.replace(program, slow_imports=modules)
     with Ownership(storage.url, job.run, program.needs.store_timeout, job.output) as owner:
         job = dataclasses.replace(job, checkpoints=storage.url, owner=owner.token, program=program)
