@@ -1,7 +1,8 @@
 """The memory that this container's processes may use, and how many of them the kernel killed for
 lack of memory.
 
-Reads cgroups of version 2. The agent and the ranks use this module. Imports no torch.
+Reads the memory of cgroups of version 2, and counts kills in both versions. The agent and the ranks
+use this module. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     """
     kills = 0
     for cgroup in find_cgroups("memory", root):
-        with contextlib.suppress(OSError, ValueError):
-            kills += _counter(cgroup / "memory.events", "oom_kill")
+        for name in ("memory.events", "memory.oom_control"):  # files of versions 2 and 1
+            with contextlib.suppress(OSError, ValueError):
+                kills += _counter(cgroup / name, "oom_kill")
     return kills
 
 

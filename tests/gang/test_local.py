@@ -131,18 +131,22 @@ def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path):
 @pytest.mark.parametrize(
     ("group", "mounted", "file"),
     [
-        ("/", "/", "memory.events"),
-        ("/pods/p/c", "/pods/p/c", "memory.events"),  # a container sees its own as the root
-        ("/init", "/", "init/memory.events"),
-        ("/a/b", "/elsewhere", "memory.events"),
+        ("0::/", "/", "memory.events"),
+        ("0::/pods/p/c", "/pods/p/c", "memory.events"),  # a container sees its own as the root
+        ("0::/init", "/", "init/memory.events"),
+        ("0::/a/b", "/elsewhere", "memory.events"),
+        ("4:memory:/pods/c", "/pods/c", "memory.oom_control"),
     ],
 )
 def test_processes_killed_for_lack_of_memory_are_counted(tmp_path, group, mounted, file):
     events = "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n"
-    mounts = f"23 1 254:0 / / rw - ext4 /dev/vda rw\n41 31 0:38 {mounted} /cg rw - cgroup2 cg rw\n"
+    kind = "cgroup2 cg rw"
+    if "memory:" in group:
+        kind, events = "cgroup cg rw,memory", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+    mounts = f"23 1 254:0 / / rw - ext4 /dev/vda rw\n41 31 0:38 {mounted} /cg rw - {kind}\n"
     assert supervisor.count_oom_kills(tmp_path) == 0
     for name, contents in {
-        "proc/self/cgroup": f"0::{group}\n",
+        "proc/self/cgroup": f"{group}\n",
         "proc/self/mountinfo": mounts,
         f"cg/{file}": events,
     }.items():
