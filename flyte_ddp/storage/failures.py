@@ -10,6 +10,7 @@ import contextlib
 import email.utils
 import enum
 import errno
+import socket
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -220,6 +221,9 @@ def describe(error: BaseException) -> str:
     # azure appends the whole answer to its message.
     message = redact_url(str(error).partition("Content: <")[0])
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
+    for cause in _causes(error):
+        if isinstance(cause, socket.gaierror) and str(cause.strerror) not in text:
+            text = f"{text} ({cause.strerror})"  # botocore names the URL alone
     return textwrap.shorten(text, MAX_TEXT, placeholder=" ...")
 
 

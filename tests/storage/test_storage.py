@@ -29,6 +29,7 @@ from flyte_ddp.storage import (
     storage_environment,
 )
 from flyte_ddp.storage.clients import timeouts
+from flyte_ddp.storage.failures import describe
 from flyte_ddp.storage.filesystem import CLIENTS
 from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.errors import raises_one_line
@@ -483,3 +484,9 @@ def test_a_full_disk_is_one_line_until_something_is_written_again(tmp_path, monk
     begin, end = caplog.messages
     assert begin.startswith(f"the disk of {tmp_path} is full: ")
     assert re.fullmatch(rf"{tmp_path} has space again after \d+ s", end)
+
+
+def test_a_host_name_that_is_not_found_is_told():
+    error = RuntimeError('Could not connect to the endpoint URL: "http://store:9"')
+    error.__context__ = socket.gaierror(-3, "Temporary failure in name resolution")
+    assert describe(error).endswith('"http://store:9" (Temporary failure in name resolution)')
