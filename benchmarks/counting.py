@@ -28,8 +28,10 @@ SHARD_SIZE = 12  # samples
 SAVE_STEPS = 8  # optimizer steps between two checkpoints
 
 
-def write_shards(directory: Path) -> str:
-    """Put the training data of `Counting` as shards into a bucket, and return its URL."""
+def write_shards(directory: Path, place: str = "soak") -> str:
+    """Put the training data of `Counting` as shards into a bucket or a directory of one, and return
+    its URL.
+    """
     import numpy as np
     import s3fs
 
@@ -37,12 +39,13 @@ def write_shards(directory: Path) -> str:
         rows = zip(arrays["images"].tolist(), arrays["labels"].tolist(), strict=True)
         lines = [json.dumps({"input": inputs, "target": target}) + "\n" for inputs, target in rows]
     files = s3fs.S3FileSystem()
-    files.mkdir("soak")
+    if place == "soak":
+        files.mkdir(place)
     for first in range(0, NUM_SAMPLES, SHARD_SIZE):
         contents = "".join(lines[first : first + SHARD_SIZE])
-        files.pipe_file(f"soak/{first:04d}.jsonl", contents.encode())
-    open_shards("s3://soak").prepare()
-    return "s3://soak"
+        files.pipe_file(f"{place}/{first:04d}.jsonl", contents.encode())
+    open_shards(f"s3://{place}").prepare()
+    return f"s3://{place}"
 
 
 def open_shards(url: str, cache: str | None = None) -> Shards:

@@ -108,16 +108,16 @@ def made_nodes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_half_the_cores() -> Iterator[None]:
-    file = CGROUPS / "cpu" / f"nc-{SLOW}" / "cpu.cfs_quota_us"
+def with_half_the_cores(node: int = SLOW) -> Iterator[None]:
+    file = CGROUPS / "cpu" / f"nc-{node}" / "cpu.cfs_quota_us"
     file.write_text(str(50_000 * (os.cpu_count() or 1)))
     yield
     file.write_text("-1")
 
 
 @contextlib.contextmanager
-def with_slow_disk() -> Iterator[None]:
-    file = CGROUPS / "blkio" / f"nc-{SLOW}" / "blkio.throttle.write_bps_device"
+def with_slow_disk(node: int = SLOW) -> Iterator[None]:
+    file = CGROUPS / "blkio" / f"nc-{node}" / "blkio.throttle.write_bps_device"
     device = os.stat(tempfile.gettempdir()).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     file.write_text(f"{name} 5000000")
@@ -126,18 +126,18 @@ def with_slow_disk() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_slow_sending() -> Iterator[None]:
+def with_slow_sending(node: int = SLOW) -> Iterator[None]:
     shape = "root tbf rate 20mbit burst 32kbit latency 400ms"
-    call(f"ip netns exec nc-{SLOW} tc qdisc add dev eth0 {shape}")
+    call(f"ip netns exec nc-{node} tc qdisc add dev eth0 {shape}")
     yield
-    call(f"ip netns exec nc-{SLOW} tc qdisc del dev eth0 root")
+    call(f"ip netns exec nc-{node} tc qdisc del dev eth0 root")
 
 
 @contextlib.contextmanager
-def with_slow_receiving() -> Iterator[None]:
-    call(f"tc qdisc add dev nc-v{SLOW} root tbf rate 20mbit burst 32kbit latency 400ms")
+def with_slow_receiving(node: int = SLOW) -> Iterator[None]:
+    call(f"tc qdisc add dev nc-v{node} root tbf rate 20mbit burst 32kbit latency 400ms")
     yield
-    call(f"tc qdisc del dev nc-v{SLOW} root")
+    call(f"tc qdisc del dev nc-v{node} root")
 
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
