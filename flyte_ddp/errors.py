@@ -108,6 +108,10 @@ class NonFiniteLoss(RuntimeError):
     """The loss became NaN or infinite: nothing that follows could be of use."""
 
 
+class WrongResult(RuntimeError):
+    """A rank computes another result than the other ranks from the same numbers."""
+
+
 class ProgramError(RuntimeError):
     """A bug of the program that each attempt would repeat. The message names it in one line."""
 

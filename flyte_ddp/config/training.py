@@ -201,6 +201,12 @@ class TrainingConfig(Checked):
     max_bad_steps: int = field(
         10, minimum=0, help="steps that a run skips, or rewinds at, before it stops at one"
     )
+    verify_interval: int = field(
+        0,
+        minimum=0,
+        help="with ddp: optimizer steps until all ranks compute one micro-batch again and compare "
+        "its gradient; a node that computes wrongly is left out; 0: never",
+    )
     ema_decay: float = field(
         0.0,
         minimum=0,
@@ -347,6 +353,14 @@ class TrainingConfig(Checked):
         "until it ends for good with a final checkpoint; 0 is no limit",
     )
     recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verify_interval and self.parallel != "ddp":
+            raise ConfigError(
+                f"verify_interval: expected 0 with parallel: {self.parallel}, got "
+                f"{self.verify_interval}"
+            )
 
     @property
     def batch(self) -> Batch:

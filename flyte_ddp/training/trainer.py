@@ -29,6 +29,7 @@ from flyte_ddp.training.passes import clip_gradients, compute_gradients
 from flyte_ddp.training.progress import Progress, count_steps
 from flyte_ddp.training.result_reporter import ResultReporter
 from flyte_ddp.training.trained_state import TrainedState
+from flyte_ddp.training.verification import Verification
 from flyte_ddp.training.watch import LossWatch, WatchedStep
 
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
@@ -64,6 +65,7 @@ class Trainer:
         notes = notes or RunNotes(parallelism)
         self.checkpoints = Checkpointer(session, parallelism, self.state, notes)
         self.bad_steps = BadSteps(self.checkpoints, LossWatch(config, world, train), size)
+        self.verification = Verification(parallelism, model)
         reporter = ResultReporter(session.reporter, parallelism, model, test)
         self.measures = Measures(reporter, parallelism, self.state, self.timer, train, test, size)
 
@@ -159,11 +161,13 @@ class Trainer:
         Raises:
             StopRequested: the run has to end; a checkpoint contains the progress.
             StorageUnavailable, CheckpointError: a checkpoint could not be written.
+            WrongResult, RuntimeError: see `Verification.check`.
         """
         checkpoints, step = self.checkpoints, self.state.progress.step
         self.timer.end_step()
         self.beat()
         checkpoints.store.check()
+        self.verification.check(step)
         is_logged = self._is_logged(step)
         if is_logged:
             self.measures.report_step(gradient_norm)
@@ -207,7 +211,7 @@ class Trainer:
                 if not progress.is_left_out(batch):
                     yield from shard.micro_batches
 
-        return self.train.batches(list_indices(), progress.epoch)
+        return self.verification.watch(self.train.batches(list_indices(), progress.epoch))
 
     def measure_epoch(self) -> EpochFinished:
         """Evaluate the model, and report the results since the last evaluation."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from flyte_ddp import events
 from flyte_ddp.checkpoints.memory import name_memory
 from flyte_ddp.errors import NodeLost, TrainingStopped, first_line
-from flyte_ddp.launch.control.gang_failures import Failures, find_cause
+from flyte_ddp.launch.control.gang_failures import Failures, find_cause, is_wrong_result
 from flyte_ddp.launch.control.inspection import Inspection
 from flyte_ddp.launch.control.node_check import NodeCheck
 from flyte_ddp.launch.control.nodes import Node, Nodes
@@ -225,6 +225,10 @@ class Attempt:
                 f"nodes did not end in time after they were asked to, because {self.reason}"
             )
         cause = self.failures.explain()
+        if is_wrong_result(cause) and self.nodes.can_do_without_leaving:
+            for node in self.nodes.nodes:
+                if node.is_slow:
+                    node.departure = Departure.announce(str(node), 0.0, time.monotonic())
         if self.departures:
             return cause
         return self.nodes.explain(cause)

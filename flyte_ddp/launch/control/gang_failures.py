@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp.checkpoints import WRITE_GRACE
-from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, NodeLost, RankFailure
+from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, NodeLost, RankFailure, WrongResult
 from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.control.stalls import explain, lost_failure
 from flyte_ddp.launch.protocol.failures import find_place
@@ -62,6 +62,8 @@ class Failures:
             return
         if failure.is_consequence and LIBRARIES.search(failure.cause):
             self._lost_peers[failure.rank] = find_place(reversed(str(failure).splitlines()))
+        if is_wrong_result(failure):
+            node.is_slow = True
         failure = explain(failure)
         if node.label:
             failure.args = (f"{node}: {failure}",)
@@ -122,6 +124,11 @@ def find_cause(failures: Sequence[Failure]) -> Failure:
     after the exception.
     """
     return min(failures, key=_rank)
+
+
+def is_wrong_result(failure: Failure) -> bool:
+    """Return whether a rank has ended because it computes wrongly."""
+    return failure.cause.partition(":")[0] == WrongResult.__name__
 
 
 def _rank(failure: Failure) -> int:

@@ -24,7 +24,8 @@ class Node:
     departure: Departure | None = None  # announcement that it goes away
     end: End | None = None  # the end of its ranks; None while they may run
     is_silent: bool = False  # lost without a report of its end
-    # slower than the others, by the node check: the gang goes on without it when it can
+    # slower than the others, by the node check, or it computes wrongly: the gang goes on without it
+    # when it can
     is_slow: bool = False
 
     @property
