@@ -132,7 +132,7 @@ test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, w
 
 drills: $(TESTED)  ## measure on the cluster of test-kubernetes what queues, evictions and fillers cost, and which nodes are named; takes an hour; needs FLYTE_DDP_TEST_BUILDER, and Go to build Kueue
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -s tests/outside/kubernetes/drill_queue.py tests/outside/kubernetes/drill_filler.py \
-	  tests/outside/kubernetes/drill_nodes.py
+	  tests/outside/kubernetes/drill_nodes.py tests/outside/kubernetes/drill_causes.py
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP tests/outside/flyte
