@@ -96,7 +96,7 @@ def summarize(gradient: Tensor) -> Tensor:
     chunks = functional.pad(flat, (0, -len(flat) % CHUNK)).view(-1, CHUNK)
     norms = torch.linalg.vector_norm(chunks, dim=1, dtype=torch.float64)
     found = torch.stack([chunks.sum(1, dtype=torch.float64), norms])
-    return found.nan_to_num(LARGEST, LARGEST, -LARGEST)
+    return torch.nan_to_num(found, LARGEST, LARGEST, -LARGEST)
 
 
 def find_wrong(first: Tensor, again: Tensor) -> list[int]:
@@ -122,4 +122,5 @@ def differ(answers: Tensor, expected: Tensor) -> Tensor:
     """
     norms = expected[..., 1:, :]
     allowed = TOLERANCE * norms + FLOOR * torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
-    return ((answers - expected).abs() > allowed).flatten(1).any(1)
+    is_other: Tensor = (answers - expected).abs() > allowed
+    return is_other.flatten(1).any(1)
