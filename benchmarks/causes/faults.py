@@ -44,7 +44,7 @@ class Bench:
     directory: Path
     cluster: Cluster
     store: Store
-    events: list[dict[str, Any]] = field(default_factory=list)  # of the present run
+    events: list[dict[str, Any]] = field(default_factory=list)  # events of the present run
 
     @property
     def orders(self) -> Path:
@@ -86,7 +86,7 @@ class Fault:
     step: int = 10
     num_nodes: int = 2
     program: str = "recipe"
-    place: str = ""  # of the checkpoints; "": in the store
+    place: str = ""  # directory of the checkpoints; "": in the store
     config: dict[str, Any] = field(default_factory=dict)
 
     def truth(self) -> dict[str, Any]:
