@@ -36,9 +36,10 @@ class Verification:
         self._batch: Any = None  # the latest micro-batch of this rank
 
     def watch(self, batches: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield the micro-batches, and note the latest one."""
+        """Yield the micro-batches. Note the latest one where ranks are compared."""
         for batch in batches:
-            self._batch = batch
+            if self.parallelism.config.verify_interval:
+                self._batch = batch
             yield batch
 
     def check(self, step: int) -> None:
