@@ -148,6 +148,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="print what the product said")
     arguments = parser.parse_args()
+    for unknown in {*arguments.kinds} - KINDS.keys():
+        parser.error(f"kinds: expected some of {', '.join(KINDS)}, got {unknown}")
     right: Counter[str] = Counter()
     tried: Counter[str] = Counter()
     print("| kind | node | step | named | nodes | action | right | seconds |\n|" + "---|" * 8)

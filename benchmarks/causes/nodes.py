@@ -142,6 +142,8 @@ class Store:
     """An S3 server. `answer` is what every request gets: "", or the code of an error."""
 
     def __init__(self) -> None:
+        # Before moto is imported: it would take the host's first part for a bucket.
+        os.environ["S3_IGNORE_SUBDOMAIN_BUCKETNAME"] = "true"
         from moto.server import ThreadedMotoServer
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
