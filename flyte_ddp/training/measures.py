@@ -167,5 +167,5 @@ class Measures:
         num_seen += (progress.epoch - 1) * size
         return {
             "tokens_per_second": tokens * finished.samples_per_second,
-            "tokens_seen": tokens * num_seen,
+            "tokens_seen": float(tokens * num_seen),  # Flyte takes no int here
         }

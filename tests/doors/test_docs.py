@@ -373,7 +373,7 @@ def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code(
         for name in re.findall(r"`(?:kubernetes\.)?(\w+)`", limit)
         if name in defaults
     }
-    assert len(found) == 10
+    assert len(found) == 11
     for name, text in found.items():
         assert re.search(rf"\b{defaults[name]:g}\b", text), f"{name}: {text}"
     (doubled,) = (default for limit, default, _ in rows if limit == "twice `timeout_hours`")
