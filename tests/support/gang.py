@@ -32,7 +32,7 @@ from flyte_ddp.training.parallel import choose_parallelism
 from flyte_ddp.world import World, process_group
 from tests.support.events import to_dict
 
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 300.0  # seconds until a gang has certainly stopped for ever
 # the memory of a node that keeps nothing
 NO_MEMORY = {"slots": [], "copies": [], "parts": [], "free_parts": lambda *_: None}
 
