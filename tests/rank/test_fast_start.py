@@ -173,9 +173,10 @@ def test_the_timeout_of_a_group_is_read_if_torch_shows_it(group, monkeypatch):
 
 def test_the_whole_mesh_is_found_if_torch_shows_it(group, monkeypatch):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    assert fast_start.find_root_mesh(mesh["tp"]) == mesh
+    part = mesh["tp"]
+    assert fast_start.find_root_mesh(part) == mesh
     monkeypatch.delattr(type(mesh), "_get_root_mesh")
-    assert fast_start.find_root_mesh(mesh["tp"]) is None
+    assert fast_start.find_root_mesh(part) is None
 
 
 WITHOUT_BATCH_NORM = """
