@@ -23,7 +23,7 @@ CAUSES = {
     "bad loss": "the loss is nan|is not finite|found bad",
     "wrong gradient": "computes a wrong gradient",
     "damaged shard": r"\.jsonl.*(damaged|cannot be|expected|not valid|JSON)",
-    "node lost": "was lost",
+    "node lost": "(?<!the gang )was lost",
 }
 
 

@@ -50,7 +50,7 @@ CONFIGS = {
     "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "drained": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "headless": SEES_NO_CHECKPOINT,
-    "halved": {"epochs": 1000},  # the test ends it
+    "endless": {"epochs": 1000},
     "spared": {"epochs": 4},  # the spare node gets ready meanwhile
     "unannounced": {"memory_interval": 2, **SEES_NO_CHECKPOINT},
 }
@@ -178,11 +178,10 @@ class Bereaved:
     # The recipe "bereaved" alone writes this.
     departures: list[dict[str, Any]]
     losses: list[dict[str, Any]]
-    looks: dict[str, str]  # command to what it printed about the recipe "undisturbed"
 
 
 @pytest.fixture(scope="module")
-def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -> Bereaved:
+def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
     # A short grace: with a longer one the deleted worker would train to the end of so short a run.
     # And room for the states in memory of the third run beside what the first two have read.
     driver = start(
@@ -196,11 +195,6 @@ def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -
     )
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
-    looks = {
-        "status": eventually(lambda: look_at_training(store, "undisturbed"), 60, "a status"),
-        "stacks": look(store, "stacks", "undisturbed"),
-        "profile": look(store, "profile", "undisturbed", "--rank", "1", "--steps", "2"),
-    }
     driver.wait_for_step("bereaved", 5)
     deleted_at = time.time()
     namespace.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
@@ -213,19 +207,7 @@ def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -
     )
     namespace.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
     driver.succeeded()
-    return Bereaved(driver, pods, deleted_at, *logged, looks)
-
-
-def look(store: Store, command: str, run: str, *options: str) -> str:
-    """Return what a command of `flyte-ddp` prints about a run, on this machine."""
-    done = subprocess.run(
-        [sys.executable, "-m", "flyte_ddp", command, f"s3://runs/{run}", *options],
-        env=os.environ | store.keys | {"AWS_ENDPOINT_URL": store.url},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return Bereaved(driver, pods, deleted_at, *logged)
 
 
 def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
@@ -242,33 +224,6 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(
         bereaved.driver.pod
     )
-
-
-def look_at_training(store: Store, run: str) -> str:
-    """Return the status of a run that trains, as JSON, or "" while it says something else."""
-    status = look(store, "status", run, "--json")
-    if json.loads(status)["phase"] == "training":
-        return status
-    return ""
-
-
-def test_one_looks_into_a_run_on_a_cluster_from_outside(bereaved: Bereaved, store: Store) -> None:
-    status = json.loads(bereaved.looks["status"])
-    assert status["step"] >= 1
-    assert status["world_size"] == 2
-    for rank in (0, 1):
-        assert f"rank {rank}" in bereaved.looks["stacks"]
-    assert "train_epoch" in bereaved.looks["stacks"]
-    written = [line.removeprefix("s3://") for line in bereaved.looks["profile"].splitlines()]
-    (trace,) = [path for path in written if path.endswith(".json.gz")]
-    names = {each.get("name") for each in read_trace(store, trace)["traceEvents"]}
-    assert any("Optimizer.step" in str(name) for name in names)
-    steps = bereaved.driver.steps("undisturbed")
-    assert steps == ALL_STEPS, "a step was lost"
-
-
-def read_trace(store: Store, path: str) -> Any:
-    return json.loads(gzip.decompress(store.files.cat_file(path)))
 
 
 def test_a_run_costs_its_pods_times_time_times_price(bereaved: Bereaved) -> None:
@@ -419,6 +374,57 @@ def test_a_spare_node_takes_the_place_of_a_lost_pod(
     assert second["waited_seconds"] < NEW_POD_SECONDS
 
 
+@pytest.fixture(scope="module")
+def endless(start: Callable[..., Driver]) -> Driver:
+    """A driver of the recipe "endless" on two nodes. The last test that uses it deletes its pod."""
+    elastic = {"min_nodes": 1, "grow_delay": 1, "grow_interval": 0, "node_timeout": PATIENT}
+    driver = start("endless", "endless", recipe=WITHOUT_DROPOUT, **elastic)
+    driver.wait_for(log="none of 2 nodes is slow")
+    return driver
+
+
+def look(store: Store, command: str, run: str, *options: str) -> str:
+    """Return what a command of `flyte-ddp` prints about a run, on this machine."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flyte_ddp", command, f"s3://runs/{run}", *options],
+        env=os.environ | store.keys | {"AWS_ENDPOINT_URL": store.url},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def look_at_training(store: Store, run: str) -> str:
+    """Return the status of a run that trains, as JSON, or "" while it says something else."""
+    status = look(store, "status", run, "--json")
+    if json.loads(status)["phase"] == "training":
+        return status
+    return ""
+
+
+def test_one_looks_into_a_run_on_a_cluster_from_outside(endless: Driver, store: Store) -> None:
+    endless.wait_for_step("endless", 3)
+    status = json.loads(eventually(lambda: look_at_training(store, "endless"), 60, "a status"))
+    assert status["step"] >= 1
+    assert status["world_size"] == 2
+    stacks = look(store, "stacks", "endless")
+    for rank in (0, 1):
+        assert f"rank {rank}" in stacks
+    assert "train_epoch" in stacks
+    profile = look(store, "profile", "endless", "--rank", "1", "--steps", "2")
+    written = [line.removeprefix("s3://") for line in profile.splitlines()]
+    (trace,) = [path for path in written if path.endswith(".json.gz")]
+    names = {each.get("name") for each in read_trace(store, trace)["traceEvents"]}
+    assert any("Optimizer.step" in str(name) for name in names)
+    steps = endless.steps("endless")
+    assert steps == list(range(1, len(steps) + 1)), "a step was lost"
+
+
+def read_trace(store: Store, path: str) -> Any:
+    return json.loads(gzip.decompress(store.files.cat_file(path)))
+
+
 def limit_cores(namespace: Namespace, cluster: str, cores: str) -> None:
     """Give one of a cluster's workers this limit, with which its pod starts anew."""
     selector = f"dask.org/cluster-name={cluster},dask.org/component=worker"
@@ -432,18 +438,16 @@ def limit_cores(namespace: Namespace, cluster: str, cores: str) -> None:
 
 
 def test_a_worker_with_half_the_cores_is_named_and_left_out(
-    start: Callable[..., Driver], namespace: Namespace
+    endless: Driver, namespace: Namespace
 ) -> None:
-    elastic = {"min_nodes": 1, "grow_delay": 1, "grow_interval": 0, "node_timeout": PATIENT}
-    driver = start("halved", "halved", recipe=WITHOUT_DROPOUT, **elastic)
-    driver.wait_for(log="none of 2 nodes is slow")
+    driver = endless
     (cluster,) = namespace.clusters()
     before = {pod["metadata"]["name"] for pod in driver.pods("worker")}
     limit_cores(namespace, cluster, "300m")
 
     def named() -> list[dict[str, Any]]:
         """What the check has said of the limited pod. A busy machine may say it of others."""
-        found = driver.records(run="halved", event="NodesFoundSlow")
+        found = driver.records(run="endless", event="NodesFoundSlow")
         of_nodes = [each | {"at": event["at"]} for event in found for each in event["nodes"]]
         others = []
         for each in of_nodes:
@@ -457,16 +461,16 @@ def test_a_worker_with_half_the_cores_is_named_and_left_out(
 
     def without_it() -> list[dict[str, Any]]:
         """The last five steps since the gang went on without the node."""
-        sizes = driver.records(run="halved", event="RunStarted")
-        steps = driver.records(run="halved", event="Reported")
+        sizes = driver.records(run="endless", event="RunStarted")
+        steps = driver.records(run="endless", event="Reported")
         later = [each for each in steps if each["at"] > max(slow["at"], sizes[-1]["at"])]
         return later if sizes[-1]["world_size"] == 1 and len(later) >= 5 else []
 
     eventually(without_it, 200, "the gang goes on without it")
     assert driver.losses_of_gang() == []
-    steps = driver.steps("halved")
+    steps = driver.steps("endless")
     assert steps == list(range(1, len(steps) + 1)), "a step was lost or done again"
-    namespace.kubectl("delete", "pod", "halved", "--timeout=300s")
+    namespace.kubectl("delete", "pod", "endless", "--timeout=300s")
 
 
 def test_a_drained_scheduler_costs_no_step_and_a_deleted_driver_leaves_a_checkpoint_and_no_cluster(
