@@ -374,13 +374,16 @@ def test_a_spare_node_takes_the_place_of_a_lost_pod(
     assert second["waited_seconds"] < NEW_POD_SECONDS
 
 
-@pytest.fixture(scope="module")
-def endless(start: Callable[..., Driver]) -> Driver:
-    """A driver of the recipe "endless" on two nodes. The last test that uses it deletes its pod."""
+@pytest.fixture
+def endless(start: Callable[..., Driver], namespace: Namespace) -> Iterator[Driver]:
+    """A driver of the recipe "endless" on two nodes, which are both found good. A later one resumes
+    the run.
+    """
     elastic = {"min_nodes": 1, "grow_delay": 1, "grow_interval": 0, "node_timeout": PATIENT}
     driver = start("endless", "endless", recipe=WITHOUT_DROPOUT, **elastic)
     driver.wait_for(log="none of 2 nodes is slow")
-    return driver
+    yield driver
+    namespace.kubectl("delete", "pod", "endless", "--timeout=300s")
 
 
 def look(store: Store, command: str, run: str, *options: str) -> str:
@@ -404,7 +407,7 @@ def look_at_training(store: Store, run: str) -> str:
 
 
 def test_one_looks_into_a_run_on_a_cluster_from_outside(endless: Driver, store: Store) -> None:
-    endless.wait_for_step("endless", 3)
+    endless.wait_for(run="endless", event="Reported")
     status = json.loads(eventually(lambda: look_at_training(store, "endless"), 60, "a status"))
     assert status["step"] >= 1
     assert status["world_size"] == 2
@@ -418,7 +421,7 @@ def test_one_looks_into_a_run_on_a_cluster_from_outside(endless: Driver, store: 
     names = {each.get("name") for each in read_trace(store, trace)["traceEvents"]}
     assert any("Optimizer.step" in str(name) for name in names)
     steps = endless.steps("endless")
-    assert steps == list(range(1, len(steps) + 1)), "a step was lost"
+    assert steps == list(range(steps[0], steps[-1] + 1)), "a step was lost or done again"
 
 
 def read_trace(store: Store, path: str) -> Any:
@@ -469,8 +472,7 @@ def test_a_worker_with_half_the_cores_is_named_and_left_out(
     eventually(without_it, 200, "the gang goes on without it")
     assert driver.losses_of_gang() == []
     steps = driver.steps("endless")
-    assert steps == list(range(1, len(steps) + 1)), "a step was lost or done again"
-    namespace.kubectl("delete", "pod", "endless", "--timeout=300s")
+    assert steps == list(range(steps[0], steps[-1] + 1)), "a step was lost or done again"
 
 
 def test_a_drained_scheduler_costs_no_step_and_a_deleted_driver_leaves_a_checkpoint_and_no_cluster(
