@@ -1,4 +1,4 @@
-"""Inject faults of 20 kinds, and compare what the product names and does with the truth:
+"""Inject faults of 18 kinds, and compare what the product names and does with the truth:
 `python -m benchmarks.causes [KIND ...] [--each 3]`.
 
 It runs as root on Linux with cgroups of version 1, `ip`, `tc`, `iptables`, `ethtool` and

@@ -1,4 +1,4 @@
-"""What a comparison of the ranks costs: `python -m benchmarks.causes.cost`.
+"""Measure the time of a comparison of the ranks: `python -m benchmarks.causes.cost`.
 
 Two ranks train a model as recipe `mnist` does. The cost is in time of the CPU, so that other
 processes change little.

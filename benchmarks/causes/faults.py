@@ -39,7 +39,7 @@ SLOW_NODES = 3  # nodes of a run whose nodes are compared: two have no median
 
 @dataclass
 class Bench:
-    """Where the faults are injected."""
+    """The nodes, the store and the files into which faults are injected."""
 
     directory: Path
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""What the product has said and done in a run, from its events, log, lines and error."""
+"""Read the verdict of the product about a fault from its events, log, lines and error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAUSES = {
 
 @dataclass
 class Verdict:
-    """What a run was seen to say and do."""
+    """The causes and nodes that the product has named, and its action."""
 
     causes: list[str]
     nodes: list[int]

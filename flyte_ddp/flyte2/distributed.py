@@ -118,8 +118,9 @@ class DistributedTask(MainThreadTask):
 
     def call(self, *args: Any, **inputs: Any) -> Any:
         config, name = self.plugin_config, self.func.__name__
-        report, gang = Report(name), config.gang(self.pods)
+        report = Report(name)
         with flyte_errors():
+            gang = config.gang(self.pods)
             self.check_allowed(gang, inputs)
             limits = config.limit_urls(limited_urls)
         with (

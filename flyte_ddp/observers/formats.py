@@ -37,7 +37,7 @@ def percent(share: float) -> str:
 
 def format_count(count: int, noun: str) -> str:
     """Format a count with its noun, such as "1 thread" and "2 threads"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def format_rounded(value: float, position: object = None) -> str:

@@ -376,8 +376,7 @@ class Recipe:
 
         Example:
             def tokens_per_sample(self):
-                row_length = 512  # of `Packed`
-                return row_length
+                return 512  # the length of the rows that `Packed` makes
         """
         return 0
 

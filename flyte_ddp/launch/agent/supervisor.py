@@ -489,7 +489,9 @@ class _Ranks:
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:
-            prefix = f"[rank {rank.number}] " * self.job.program.shows_ranks
+            prefix = ""
+            if self.job.program.shows_ranks:
+                prefix = f"[rank {rank.number}] "
             for line in rank.log.new_lines(at_end):
                 self.link.relay(f"{prefix}{line}")
 

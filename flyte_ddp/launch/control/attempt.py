@@ -304,7 +304,9 @@ class Receiver:
                         self.failures.add_of(node, lost, is_stopping=False)
 
     def _relay_lines(self, node: Node, lines: Sequence[str]) -> None:
-        prefix = f"[node {node.index}] " * self.shows_nodes
+        prefix = ""
+        if self.shows_nodes:
+            prefix = f"[node {node.index}] "
         for line in lines:
             self.relay(f"{prefix}{line}")
 

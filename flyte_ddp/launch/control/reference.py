@@ -1,5 +1,5 @@
-"""What an earlier check of a run's nodes has found, beside the run's checkpoints: their rates,
-because two nodes have no median of their own, and the slow nodes.
+"""The results of earlier checks of a run's nodes, stored beside the run's checkpoints: the rates of
+nodes, because two nodes have no median of their own, and the names of slow nodes.
 
 Nothing here raises where the store cannot be reached.
 """

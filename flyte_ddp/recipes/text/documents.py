@@ -169,7 +169,8 @@ def _encode_chats(
                 parts = template.split(read_messages(line))
             except DataError as error:
                 raise DataError(f"data: chat {number} of {name}: {error}") from error
-            tokens, labels = list[int](), list[int]()
+            tokens: list[int] = []
+            labels: list[int] = []
             for own, (_, is_answer) in zip(template.encode(parts), parts, strict=True):
                 tokens += own
                 learned = own
