@@ -86,7 +86,7 @@ class Cost:
 
 @dataclass
 class Gang:
-    """What the driver knows of its nodes in the latest attempt."""
+    """The nodes of the latest attempt, as the driver sees them."""
 
     nodes: Sequence[DaskNode] = ()
     num_beats: int = 0  # heartbeats that the driver got

@@ -277,8 +277,8 @@ class ClusterConfig:
         "auto",
         choices=("auto", "always", "never"),
         help="measure cores, memory, disk and network of the nodes while the ranks import; a node "
-        "below 0.7 of the median is named, and left out or replaced where that is possible; auto: "
-        "on Kubernetes",
+        "below 0.7 of the median (0.6 for cores and memory) is named, and left out or replaced "
+        "where that is possible; auto: on Kubernetes",
     )
     scheduler_address: str = field(
         "",

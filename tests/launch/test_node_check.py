@@ -26,7 +26,7 @@ from flyte_ddp.launch.agent.node_check import (
 )
 from flyte_ddp.launch.control.node_check import NodeCheck, find_slow, rate_links
 from flyte_ddp.launch.control.nodes import Node, Nodes
-from flyte_ddp.launch.control.reference import Reference, read_slow_nodes
+from flyte_ddp.launch.control.reference import SLOW_NODES, Reference, read_slow_nodes
 from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
 from flyte_ddp.launch.protocol.messages import Check, Checked, Go
 from flyte_ddp.launch.run import Gang as Resources
@@ -186,8 +186,7 @@ def test_a_later_cluster_of_the_run_knows_the_nodes_that_were_slow(check, tmp_pa
         for values in (rates, (0, 0, 0), rates):
             gang.answer(one, *values)
         one.look()
-        deadline = time.monotonic() + 10
-        while slow not in read_slow_nodes(str(tmp_path)) and time.monotonic() < deadline:
+        while slow not in read_slow_nodes(str(tmp_path)):
             time.sleep(0.01)
 
     opened = []
@@ -205,6 +204,12 @@ def test_a_later_cluster_of_the_run_knows_the_nodes_that_were_slow(check, tmp_pa
     assert config == avoid_nodes(gang.cluster_config(), ["machine-1", "machine-2"])
     assert read_slow_nodes(str(tmp_path / "empty")) == []
     assert read_slow_nodes("no-such-protocol://x") == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", '{"a": 1}', "[1]"])
+def test_a_damaged_list_of_slow_nodes_prevents_no_start(text, tmp_path):
+    (tmp_path / SLOW_NODES).write_text(text)
+    assert read_slow_nodes(str(tmp_path)) == []
 
 
 def test_two_nodes_are_compared_with_what_an_earlier_check_has_stored(check, tmp_path):

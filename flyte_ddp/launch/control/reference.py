@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.errors import ConfigError, StorageUnavailable
+from flyte_ddp.errors import StorageUnavailable
 from flyte_ddp.process.threads import call_in_background
 from flyte_ddp.storage import Storage
 
@@ -70,11 +70,16 @@ class Reference:
 
 
 def read_slow_nodes(url: str) -> list[str]:
-    """Return the names of Kubernetes nodes that a check has found slow earlier in the run.
+    """Return the names of Kubernetes nodes that a check has found slow earlier in the run; none
+    where they cannot be read.
 
     Args:
         url: place of the checkpoints.
     """
-    with contextlib.suppress(ConfigError, StorageUnavailable):  # the run itself reports them
-        return list(json.loads(Storage(url, timeout=0).read_if_there(SLOW_NODES) or b"[]"))
+    names = None
+    # Text that is no JSON is a ValueError. So is a wrong place, which the run itself reports.
+    with contextlib.suppress(StorageUnavailable, ValueError):
+        names = json.loads(Storage(url, timeout=0).read_if_there(SLOW_NODES) or b"[]")
+    if isinstance(names, list) and all(isinstance(each, str) for each in names):
+        return names
     return []
