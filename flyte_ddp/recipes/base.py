@@ -376,7 +376,9 @@ class Recipe:
 
         Example:
             def tokens_per_sample(self):
-                return 512  # the length of the rows that `Packed` makes
+                # The length of the rows that `Packed` makes.
+                length = 512
+                return length
         """
         return 0
 

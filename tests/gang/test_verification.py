@@ -15,9 +15,10 @@ from tests.support.runs import new_run
 RECIPE = "tests.support.recipe_that_computes_wrongly.Wrong"
 
 
-def test_the_check_changes_nothing_of_a_run(tmp_path):
-    with_check = new_run(tmp_path / "with", RECIPE).train(2, verify_interval=2).state()
-    without = new_run(tmp_path / "without", RECIPE).train(2).state()
+def test_the_check_changes_nothing_of_a_run_and_knows_the_ranks_masks_of_dropout(tmp_path):
+    recipe = "tests.support.recipes.Dropping"
+    with_check = new_run(tmp_path / "with", recipe).train(2, verify_interval=2).state()
+    without = new_run(tmp_path / "without", recipe).train(2).state()
     assert all(torch.equal(with_check[name], without[name]) for name in without)
 
 

@@ -54,6 +54,8 @@ def test_a_run_ends_with_an_evaluation_where_it_has_seen_its_tokens(
     epochs = resumed.fit().epochs
     assert [each.step for each in epochs] == steps
     assert [each.metrics["tokens_seen"] for each in epochs] == seen
+    # Flyte takes no int where a float is declared.
+    assert {type(value) for each in epochs for value in each.metrics.values()} == {float}
     assert epochs[-1].metrics["tokens_per_second"] == 5 * epochs[-1].samples_per_second
     assert epochs[-1].learning_rate < 0.1 * resumed.parallelism.config.learning_rate
     again = new_trainer(run, **config)

@@ -332,7 +332,8 @@ def locate_nodes(workers: Sequence[str], namespace: str) -> list[tuple[dict[str,
     labels = {node.metadata.name: node.metadata.labels for node in nodes}
     if len(set(workers)) == 1:
         pods = [call("CoreV1Api", "read_namespaced_pod", workers[0], namespace, patience=0)]
-    else:  # one request: for a thousand pods, a request each would take many seconds
+    else:
+        # A request for each of a thousand pods would take many seconds.
         request = ("CoreV1Api", "list_namespaced_pod", namespace)
         pods = call(*request, label_selector=f"{COMPONENT}=worker", patience=0).items
     by_name = {pod.metadata.name: pod for pod in pods}

@@ -29,7 +29,7 @@ SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")
 MAX_PIECE = 1 << 18  # characters of a part of a document; several are tokenized at once
 PARQUET_ROWS = 64  # number of rows of a Parquet file that are read at once
 
-# what recipe `text` makes its samples of
+# kinds of samples that recipe `text` makes
 WINDOWS, DOCUMENTS, CHATS = SAMPLES = ("windows", "documents", "chats")
 OWN = "the reference topics that come with Python (pydoc_data.topics)"
 

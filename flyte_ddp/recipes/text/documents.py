@@ -64,7 +64,6 @@ def write_rows(
     """
     require(f"recipe_options.samples: {samples}", "pyarrow")
     import pyarrow
-    from pyarrow.parquet import ParquetWriter
 
     batches = divide(corpus, held_out)
     if samples == CHATS:
@@ -73,21 +72,8 @@ def write_rows(
         size = context * max(1, RECORD // context)
         names, records = [TOKENS], _encode_documents(batches, tokenizer, size)
     schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in names])
-    num_bytes, num_targets = [0, 0], [0, 0]
     with tempfile.TemporaryDirectory(prefix="text-") as place:
-        with contextlib.ExitStack() as stack:
-            writers = []
-            for split in SPLITS:
-                Path(place, split).mkdir()
-                writer = ParquetWriter(f"{place}/{split}/0.parquet", schema)
-                writers.append(stack.enter_context(writer))
-            for found in records:
-                for side, writer in enumerate(writers):
-                    own = [each for each in found if each.is_held_out == side]
-                    rows = [each.fields for each in own]
-                    writer.write_table(pyarrow.Table.from_pylist(rows, schema))
-                    num_bytes[side] += sum(each.num_bytes for each in own)
-                    num_targets[side] += sum(each.num_targets for each in own)
+        num_bytes, num_targets = _write_records(records, place, schema)
         if not any(num_targets):
             got = f"{corpus.name}, which has none{report_left_out(corpus.left_out)}"
             raise DataError(f"data: expected {samples}, got {got}")
@@ -109,6 +95,30 @@ def write_rows(
     }
     left_out = report_left_out(corpus.left_out)
     return facts, f"{samples} from {corpus.name}{left_out}; {'; '.join(lines)}"
+
+
+def _write_records(
+    records: Iterator[list[Record]], place: str, schema: Any
+) -> tuple[list[int], list[int]]:
+    """Write a file of records for each split. Return the bytes and the targets in each."""
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    num_bytes, num_targets = [0, 0], [0, 0]
+    with contextlib.ExitStack() as stack:
+        writers = []
+        for split in SPLITS:
+            Path(place, split).mkdir()
+            writer = ParquetWriter(f"{place}/{split}/0.parquet", schema)
+            writers.append(stack.enter_context(writer))
+        for found in records:
+            for side, writer in enumerate(writers):
+                own = [each for each in found if each.is_held_out == side]
+                rows = [each.fields for each in own]
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                num_bytes[side] += sum(each.num_bytes for each in own)
+                num_targets[side] += sum(each.num_targets for each in own)
+    return num_bytes, num_targets
 
 
 def open_rows(

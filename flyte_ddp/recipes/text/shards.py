@@ -92,25 +92,30 @@ def write_text(recipe: Recipe, source: str, destination: str, seed: int, shard_b
             "bytes per token": facts,
         }
         begin_shards(destination, note)
-        if samples != WINDOWS:
+        url = destination.rstrip("/")
+        if samples == WINDOWS:
+            for split, file in zip(SPLITS, token_files, strict=True):
+                inputs, targets = read_windows(file, tokenizer, note["context"])
+                order = np.arange(len(inputs))
+                if file.name == TRAIN_FILE:
+                    order = draw_order(len(inputs), seed)
+                lines.append(_write_windows(inputs, targets, order, f"{url}/{split}", shard_bytes))
+        else:
             for split in SPLITS:
                 given = Source(str(directory / split), SHORT_TIMEOUT)
-                url = f"{destination.rstrip('/')}/{split}"
-                write_parquet(given, url, seed, shard_bytes, None, note["source"])
-            rows = open_rows(destination.rstrip("/"), samples, note["context"])
-            return "\n".join([*lines, *(each.prepare() for each in rows)])
-        for split, file in zip(SPLITS, token_files, strict=True):
-            inputs, targets = read_windows(file, tokenizer, note["context"])
-            num_windows = len(inputs)
-            order = np.arange(num_windows)
-            if file.name == TRAIN_FILE:
-                order = draw_order(num_windows, seed)
-            num_shards = min(num_windows, math.ceil(inputs.nbytes / shard_bytes))
-            windows_of_shards = np.array_split(order, num_shards)
-            encode = functools.partial(_encode_shards, inputs, targets, windows_of_shards)
-            url = f"{destination.rstrip('/')}/{split}"
-            lines.append(write_shards(url, num_shards, ".mds", encode))
+                write_parquet(given, f"{url}/{split}", seed, shard_bytes, None, note["source"])
+            lines += [each.prepare() for each in open_rows(url, samples, note["context"])]
         return "\n".join(lines)
+
+
+def _write_windows(
+    inputs: NDArray[Any], targets: NDArray[Any], order: NDArray[Any], url: str, shard_bytes: int
+) -> str:
+    """Write the windows in this order to shards at `url`. Return a description."""
+    num_shards = min(len(order), math.ceil(inputs.nbytes / shard_bytes))
+    windows_of_shards = np.array_split(order, num_shards)
+    encode = functools.partial(_encode_shards, inputs, targets, windows_of_shards)
+    return write_shards(url, num_shards, ".mds", encode)
 
 
 def _encode_shards(

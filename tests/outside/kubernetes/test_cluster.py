@@ -15,7 +15,7 @@ import yaml
 
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.cluster.kubernetes.api import pod_end
-from flyte_ddp.cluster.kubernetes.manifest import cluster_name, cluster_spec
+from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes, cluster_name, cluster_spec
 from flyte_ddp.errors import ClusterError
 from tests.outside.kubernetes.conftest import (
     KILL_UNANNOUNCED,
@@ -23,6 +23,7 @@ from tests.outside.kubernetes.conftest import (
     SCRIPT,
     Namespace,
     Store,
+    apply,
     eventually,
     kubectl,
     manifest,
@@ -226,3 +227,26 @@ def test_an_impossible_start_ends_at_its_deadline_with_the_reasons(
     assert "OOMKilled" in str(caught.value)
     assert f"Insufficient {PRETEND_GPU}" in str(caught.value)
     assert namespace.clusters() == []
+
+
+def test_workers_prefer_nodes_that_were_not_slow_and_start_where_all_were(
+    namespace: Namespace,
+) -> None:
+    nodes = [
+        each["metadata"]["name"]
+        for each in json.loads(kubectl("get", "nodes", "--output", "json"))["items"]
+    ]
+
+    def find_node(name: str, slow: list[str]) -> str:
+        config = avoid_nodes(namespace.config(worker_cpus=0.1), slow)
+        spec = cluster_spec(config, name)["spec"]["worker"]["spec"] | {"restartPolicy": "Never"}
+        metadata = {"name": name, "namespace": namespace.name}
+        apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        place = ("get", "pod", name, "--output", "jsonpath={.spec.nodeName}")
+        found = eventually(lambda: namespace.kubectl(*place), 60, f"a node for {name}")
+        namespace.kubectl("delete", "pod", name, "--force", "--grace-period=0")
+        return str(found)
+
+    for number in range(4):
+        assert find_node(f"retry-{number}", [nodes[0]]) != nodes[0]
+    assert find_node("anywhere", nodes) in nodes
