@@ -130,6 +130,7 @@ def hold(url, ready):
         time.sleep(600)
 
 
+@pytest.mark.long
 def test_a_local_run_whose_process_is_gone_is_over_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
@@ -229,6 +230,7 @@ def test_a_replaced_owner_writes_deletes_and_renames_nothing(tmp_path):
         assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_a_run_owns_its_place_and_a_second_one_starts_no_process(tmp_path):
     run = new_run(tmp_path)
     with owns(str(run.checkpoints), "f1-n0"):

@@ -457,6 +457,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_finished(
     tmp_path, small_disk, monkeypatch
 ):

@@ -45,6 +45,7 @@ def make_recipe(weight):
     return Local
 
 
+@pytest.mark.long
 def test_a_class_trains_by_value_and_only_an_equal_one_resumes(tmp_path, capfd):
     place = str(tmp_path)
     first = flyte_ddp.train(make_recipe(3.0), nproc_per_node=2, checkpoints=place)
@@ -118,6 +119,7 @@ def versions(directory, seed, *changes):
     return found
 
 
+@pytest.mark.long
 def test_a_version_counts_code_and_values_and_nothing_else(tmp_path):
     others = [{name: 9} for name in ("number", "width", "scale", "constant")]
     others.append({"helper": "def double(value):\n    return value * 2\n"})

@@ -151,6 +151,7 @@ def take(data, size, num_ranks, state, num_batches, **options):
     stops=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 9)), max_size=4),
 )
 @settings(max_examples=16, deadline=None, derandomize=True)
+@pytest.mark.long
 def test_any_chain_of_numbers_of_ranks_trains_on_each_sample_once_an_epoch(
     kind, sizes, size, stops
 ):

@@ -61,6 +61,7 @@ def list_steps(orders, counts):
     seed=st.integers(0, 2**64),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
+@pytest.mark.long
 def test_each_batch_has_exact_counts_and_each_source_its_own_order(
     lengths, parts, batch_size, num_samples, lanes, seed
 ):

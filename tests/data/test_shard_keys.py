@@ -372,6 +372,7 @@ def test_of_large_files_so_much_is_read_and_no_more(tmp_path, monkeypatch):
     assert sum(lengths) == BLOCK * MAX_BLOCKS
 
 
+@pytest.mark.long
 def test_samples_of_parquet_may_be_written_to(tmp_path):
     rows = pyarrow.table({
         "x": [[1.0, 2.0], [3.0, 4.0]],

@@ -74,6 +74,7 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(
     assert "SIGKILL" in shown
 
 
+@pytest.mark.long
 def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retried(
     forked_functions,
 ):
@@ -91,6 +92,7 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
     assert [frame.split('"')[1] for frame in frames] == [tasks.__file__]
 
 
+@pytest.mark.long
 def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(forked_functions):
     with pytest.raises(
         FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"

@@ -132,6 +132,7 @@ def test_the_wheel_is_the_library_alone_and_typed(wheel):
     ]
 
 
+@pytest.mark.long
 def test_what_is_missing_is_named_with_the_command_that_installs_it(core, tmp_path):
     """Every module can be imported without the extras; what needs one says so in a line."""
     program = f"""
@@ -223,6 +224,7 @@ def test_a_project_without_extras_registers(installed, core, tmp_path):
     assert "Launch Plan: retrain" in output
 
 
+@pytest.mark.long
 def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch.distributed as dist\n"

@@ -54,6 +54,7 @@ def reported_steps(history: Path) -> list[int]:
     ]
 
 
+@pytest.mark.long
 def test_a_script_is_recorded_as_a_recipe_is(environment, monkeypatch, capfd):
     monkeypatch.setenv("STEPS", "3")
     files = (

@@ -200,6 +200,7 @@ def test_another_figure_than_the_loss_may_decide(store, make):
     assert "the challenger's accuracy is" in result.reason
 
 
+@pytest.mark.long
 def test_the_evaluation_is_that_of_the_training_loop(tmp_path, make, finished_run):
     run = finished_run("Tiny", 2)
     given = dataclasses.replace(make(), directory=run.data())
@@ -571,6 +572,7 @@ def status(store, capfd, max_age):
     return code, "".join(capfd.readouterr()).strip().rpartition("; ")[2]
 
 
+@pytest.mark.long
 def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capfd, tmp_path):
     first = retrain(output=str(tmp_path / "first"))
     assert first.outcome == "promoted"

@@ -60,6 +60,7 @@ def converted(source):
     return TypeEngine.to_python_value(context, literal, ScriptSource)
 
 
+@pytest.mark.long
 def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(
     project, tmp_path, monkeypatch
 ):

@@ -195,6 +195,7 @@ def test_the_image_has_the_same_code():
     assert "\nCOPY . /opt/flyte-ddp/\n" in (REPOSITORY / "Dockerfile").read_text()
 
 
+@pytest.mark.long
 def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout, tmp_path):
     program = (
         "import sys; from flyte_ddp.config import TrainingConfig; "
@@ -219,6 +220,7 @@ def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout,
     assert found == {name for name in expected_files(checkout) if name.startswith(ours)}
 
 
+@pytest.mark.long
 def test_the_same_code_with_other_settings_is_another_version(registered):
     versions = {registered[name]["version"] for name in ("run", "gpus", "wandb", "image")}
     assert len(versions) == 4

@@ -97,6 +97,7 @@ class InterruptAfterEpoch(Listener):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_with_the_step_and_the_command_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("STEP_SECONDS", "0.05")
     flags = [
@@ -410,6 +411,7 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
         assert "Traceback" not in error.message
 
 
+@pytest.mark.long
 def test_a_pod_with_another_library_than_registered_is_not_retried(tmp_path, inputs, monkeypatch):
     from flyteidl.core import errors_pb2
 

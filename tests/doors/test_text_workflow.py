@@ -69,6 +69,7 @@ def test_a_run_on_pythons_topics_learns_and_reports_nats_per_byte_speed_and_text
     assert "nats per byte" in page
 
 
+@pytest.mark.long
 def test_the_state_alone_continues_a_text_as_its_run_did(trained):
     _, state_file, _, history = trained
     text = generate_text_wf(model_state=FlyteFile(str(state_file)), prompt="The ", max_tokens=200)

@@ -24,6 +24,7 @@ def states_equal(one, other):
     )
 
 
+@pytest.mark.long
 def test_it_ends_in_the_weights_of_the_workflow_and_resumes_from_its_place(tmp_path, finished_run):
     whole = finished_run("Tiny", 2)
     recipe, place = "tests.support.recipes.Tiny", str(tmp_path / "run")
@@ -70,6 +71,7 @@ def test_several_machines_need_a_place_for_checkpoints():
 # The command
 
 
+@pytest.mark.long
 def test_the_command_trains_into_a_directory_of_its_own_and_resumes_there(
     tmp_path, monkeypatch, capfd
 ):

@@ -152,6 +152,7 @@ def resources(entries):
 # Tasks
 
 
+@pytest.mark.long
 def test_every_task_has_its_image_sizes_and_time_for_a_last_checkpoint(package):
     for name, task in package.tasks.items():
         container, extended = task.container, task.extended_resources
@@ -320,6 +321,7 @@ def remote_command(name, package):
     return command, RichContext(command, info_name=name, obj=parameters)
 
 
+@pytest.mark.long
 def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(package, capsys):
     assert len(package.launch_plans) > 1  # each workflow has one of its own
     for name, spec in package.launch_plans.items():

@@ -129,6 +129,7 @@ def weights(state):
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.long
 def test_a_model_learns_and_is_the_same_whole_and_split(trained, model):
     whole, split = (trained[model, parallel][0] for parallel in ("ddp", "fsdp"))
     epochs = [event for event in whole if event["event"] == "EpochFinished"]
@@ -140,6 +141,7 @@ def test_a_model_learns_and_is_the_same_whole_and_split(trained, model):
 
 
 @pytest.mark.parametrize(("model", "parallel"), CASES)
+@pytest.mark.long
 def test_a_resumed_run_ends_in_the_weights_of_an_undisturbed_one(trained, model, parallel):
     whole, resumed = trained[model, parallel]
     assert last_of(resumed, "CheckpointLoaded")["step"] > 0
@@ -149,6 +151,7 @@ def test_a_resumed_run_ends_in_the_weights_of_an_undisturbed_one(trained, model,
 
 
 @pytest.mark.parametrize(("model", "parallel"), CASES)
+@pytest.mark.long
 def test_transformers_loads_the_export_with_equal_logits(trained, model, parallel):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -208,6 +211,7 @@ def hub(exported, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_a_model_by_name_or_directory_begins_with_its_weights_and_tokenizer(
     trained, exported, hub, tmp_path, monkeypatch
 ):
@@ -295,6 +299,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
+@pytest.mark.long
 def test_what_cannot_be_trained_is_named_in_one_line_before_a_rank_starts(
     exported, hub, tmp_path, case
 ):
@@ -303,6 +308,7 @@ def test_what_cannot_be_trained_is_named_in_one_line_before_a_rank_starts(
         prepared_for(tmp_path, {"context": 16, **make(exported, tmp_path / "model")})
 
 
+@pytest.mark.long
 def test_weights_of_a_part_of_the_model_are_refused(exported, tmp_path):
     """The last layer is missing, for example. transformers would fill it with fresh weights."""
     from safetensors.torch import load_file, save_file

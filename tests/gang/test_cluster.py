@@ -50,6 +50,7 @@ def find_level() -> int:
     return logging.getLogger("distributed.worker.state_machine").level
 
 
+@pytest.mark.long
 def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children_and_survive_ctrl_c() -> (  # noqa: E501
     None
 ):
@@ -173,6 +174,7 @@ def test_a_driver_keeps_its_idle_cluster_from_the_operator(address: str) -> None
             )
 
 
+@pytest.mark.long
 def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_run_costs_its_nodes_times_time_times_price_and_ends_at_max_cost(
         train(new_run(tmp_path / "limited"), client, LOCAL, epochs=100_000, max_cost=8)
 
 
+@pytest.mark.long
 def test_nodes_have_the_drivers_storage_keys_which_nobody_sees_where_a_rank_fails(
     client, tmp_path, monkeypatch, caplog, finished_run
 ):

@@ -201,6 +201,7 @@ def test_nodes_that_do_not_see_the_data_get_a_copy(
     assert not list(run.checkpoints.glob("data-*"))
 
 
+@pytest.mark.long
 def test_a_scripts_outputs_are_brought_to_their_url_and_leave_the_workers(client, tmp_path):
     """The workers of an existing cluster go on, so what a run leaves there stays."""
     (tmp_path / "train.py").write_text(

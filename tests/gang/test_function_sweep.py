@@ -92,12 +92,14 @@ def test_each_trial_runs_at_each_world_size_for_a_scaling_study(client):
         flyte_ddp.sweep(count_ranks, [3], world_sizes=[1, 3], client=client)
 
 
+@pytest.mark.long
 def test_trials_run_on_all_workers_of_a_client_at_once(client, tmp_path):
     grid = {"number": [1, 2], "directory": [str(tmp_path)]}
     swept = flyte_ddp.sweep(meet, grid, client=client)
     assert [run.status for run in swept.trials] == [FINISHED] * 2
 
 
+@pytest.mark.long
 def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path):
     kinds = ["good", "raise", "silent", "fine"]
     grid = [{"kind": kind, "directory": str(tmp_path)} for kind in kinds]
@@ -156,12 +158,14 @@ def test_page_lines_and_table_of_a_sweep_name_a_trial_and_its_figures_alike(
     assert {path for path in paths if not Path(path).exists()} == set()
 
 
+@pytest.mark.long
 def test_a_trial_may_take_several_nodes_and_return_a_number(client):
     swept = flyte_ddp.sweep(functools.partial(count_ranks, shift=1), [2], nnodes=2, client=client)
     assert swept.best.kept.values == {"loss": 5}
     assert "Sweep of count_ranks" in swept._repr_html_()
 
 
+@pytest.mark.long
 def test_a_sweep_that_was_stopped_goes_on_in_the_middle_of_a_trial(client, tmp_path):
     def count():
         return flyte_ddp.sweep(
@@ -206,6 +210,7 @@ def test_a_sweep_in_which_all_trials_fail_raises_with_their_errors(client, tmp_p
     assert not caught.value.may_succeed
 
 
+@pytest.mark.long
 def test_a_trial_that_ends_its_process_fails_and_costs_no_other(client):
     swept = flyte_ddp.sweep(leave, [1, 2, 3], client=client)
     assert [run.status for run in swept.trials] == [FINISHED, FAILED, FINISHED]
@@ -216,6 +221,7 @@ def test_a_trial_that_ends_its_process_fails_and_costs_no_other(client):
     assert swept.best.trial.values == {"x": 1}
 
 
+@pytest.mark.long
 def test_a_figure_that_is_not_finite_is_never_the_best_of_a_sweep(client):
     values = [numpy.empty(0), numpy.ones(2)]
     swept = flyte_ddp.sweep(add_up, {"values": values}, client=client)
@@ -230,6 +236,7 @@ def test_a_figure_that_is_not_finite_is_never_the_best_of_a_sweep(client):
     assert not caught.value.may_succeed
 
 
+@pytest.mark.long
 def test_a_trial_starts_from_a_process_that_has_torch_where_the_caller_has_it(client, monkeypatch):
     monkeypatch.setattr(sweep, "sys", sys)
     (run,) = flyte_ddp.sweep(find_torch, [1], client=client).trials
@@ -242,6 +249,7 @@ def test_a_trial_starts_from_a_process_that_has_torch_where_the_caller_has_it(cl
     assert trial.program().slow_imports == ()
 
 
+@pytest.mark.long
 def test_the_table_has_texts_and_whole_numbers_as_they_were_returned(client, tmp_path):
     place = str(tmp_path / "c")
     for _ in range(2):  # the second time from what is stored
@@ -257,6 +265,7 @@ def test_the_table_has_texts_and_whole_numbers_as_they_were_returned(client, tmp
         }
 
 
+@pytest.mark.long
 def test_the_most_accurate_trial_is_the_best_without_a_mode(client):
     swept = flyte_ddp.sweep(count_ranks, [1, 3], metric="accuracy", client=client)
     assert swept.best.trial.values == {"factor": 3}

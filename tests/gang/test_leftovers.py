@@ -43,6 +43,7 @@ def number_of_ranks():
     return int(os.environ["WORLD_SIZE"])
 
 
+@pytest.mark.long
 def test_runs_leave_no_open_file():
     counts = []
     gc.disable()  # a pipe that waits to be collected is a pipe that is open
@@ -92,6 +93,7 @@ def test_a_forked_process_leaves_its_parents_directory(tmp_path):
 
 
 @pytest.mark.parametrize("length", [75, 200])
+@pytest.mark.long
 def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp") as root:
         directory = Path(

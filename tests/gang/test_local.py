@@ -79,6 +79,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
     assert eventually(lambda: set(threading.enumerate()) <= threads)
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_with_all_its_processes(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("FAULT", "fork-kill 1 15")  # leaves a process that holds the rank's pipes
     monkeypatch.setenv("STEP_SECONDS", "0.05")
@@ -267,6 +268,7 @@ def test_a_long_preparation_of_data_is_no_stall(tmp_path, driven):
 # Signals to the parent
 
 
+@pytest.mark.long
 def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("PREPARE_SECONDS", "600")
     parent = start_parent(tmp_path)
@@ -283,6 +285,7 @@ def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch
     assert ended == ("TrainingStopped", f"SIGTERM: the run was stopped while its {expected}")
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, survivors):
     # The ranks hang, so no communication shows them that the parent is gone.
     monkeypatch.setenv("FAULT", "hang 1 3")

@@ -133,6 +133,7 @@ def test_it_is_named_in_one_line_and_nothing_starts_again(
     assert not [line for line in caplog.messages if "restarts" in line]
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_on_another_node_is_named_too(client):
     expected = (
         r"^rank 0 left early: it has ended, and rank 1 waits in all_reduce of "

@@ -129,6 +129,7 @@ def test_a_layer_that_a_part_of_the_ranks_leaves_out_is_one_line(kind, layer, tm
 
 
 @pytest.mark.parametrize("kind", ["Alike", "LateAtFirst"])
+@pytest.mark.long
 def test_layers_that_all_ranks_leave_out_are_no_error(kind, tmp_path):
     run = new_run(tmp_path, HERE + kind).train(2, parallel="fsdp", epochs=2)
     assert run.result.finished

@@ -90,6 +90,7 @@ def test_two_nodes_one_of_whose_ranks_is_killed_write_what_one_does(client, stat
     assert not remains.exists()
 
 
+@pytest.mark.long
 def test_processes_that_predict_keep_the_memory_of_batches(client, state, tmp_path):
     given = {"client": client, "cluster": {"threads_per_rank": 1}, "progress": False}
     predict("tests.support.predicted.Thrifty", state, "", str(tmp_path / "made"), **given)
@@ -151,6 +152,7 @@ def test_a_rank_that_hangs_is_ended_and_its_part_made_again(state, tmp_path, cap
     assert "no rank made progress for" in caplog.text
 
 
+@pytest.mark.long
 def test_a_part_that_kills_its_rank_is_named_when_all_others_are_there(state, tmp_path):
     output = tmp_path / "made"
     with raises_one_line(RankFailure, r"^part-000002\.parquet: .*max_restarts: 3.*SIGKILL"):
@@ -177,6 +179,7 @@ def test_a_batch_that_does_not_fit_is_one_line(state, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["wait", "notice late"])
+@pytest.mark.long
 def test_sigterm_ends_predictions_after_the_parts_in_hand(end, state, tmp_path):
     config, lines = log_batches(tmp_path, end=end, ends_at=8)  # a batch of the third part
     output = tmp_path / "made"

@@ -134,6 +134,7 @@ def undisturbed(tmp_path_factory):
 
 @cells("recipe-dask", "function-dask")
 @pytest.mark.parametrize("fault", ["error", "away"])
+@pytest.mark.long
 def test_an_unexplained_exception_and_a_store_that_was_away_are_answered_by_a_restart(
     cell, fault, undisturbed
 ):

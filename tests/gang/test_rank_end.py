@@ -80,6 +80,7 @@ def script(directory, *lines):
     ],
     ids=["_exit", "exec that fails", "ends of forked processes"],
 )
+@pytest.mark.long
 def test_a_rank_that_ends_its_process_itself_is_judged_by_its_code(tmp_path, lines, code):
     count = f"open({str(tmp_path / 'starts')!r}, 'a').write(rank)"
     done = launch(tmp_path, "--max-restarts", 1, script(tmp_path, count, *lines))
@@ -145,6 +146,7 @@ def fail_with_hooks(file):
     raise KeyError("lost")
 
 
+@pytest.mark.long
 def test_a_programs_hook_for_errors_is_called_and_the_traceback_shown_once(tmp_path, capfd):
     with pytest.raises(RankFailure, match="KeyError: 'lost'\nTraceback"):
         flyte_ddp.run(fail_with_hooks, tmp_path / "hooked")
@@ -185,6 +187,7 @@ def make_semaphore(words):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists semaphores")
+@pytest.mark.long
 def test_killed_ranks_and_their_children_leave_no_semaphores(tmp_path):
     kept = multiprocessing.get_context("spawn").Lock()
     with pytest.raises(RankFailure, match="SIGKILL"):

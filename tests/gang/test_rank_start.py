@@ -121,6 +121,7 @@ def test_a_functions_rank_is_fresh_and_any_if_torch_would_not_see_its_environmen
     assert (found["parent"], found["has torch"], found["TORCH_LOGS"]) == given
 
 
+@pytest.mark.long
 def test_a_process_without_server_has_its_own_code_and_fresh_ranks_where_torch_does_not_load(
     tmp_path,
 ):
@@ -176,6 +177,7 @@ print(test._description(program)["client of S3"])
         ("/shards", "(False, [None], [None], [])"),
     ],
 )
+@pytest.mark.long
 def test_the_client_of_a_store_that_the_config_names_is_imported_before_the_fork(shards, found):
     done = subprocess.run(
         [sys.executable, "-c", CLIENT % shards],
@@ -204,6 +206,7 @@ def test_a_rank_that_needs_torchs_compiler_is_forked_with_it(config):
     )
 
 
+@pytest.mark.long
 def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_has_another(
     tmp_path, monkeypatch, survivors, server
 ):
@@ -247,6 +250,7 @@ def test_no_attempt_has_ranks_of_another_version_than_its_driver(tmp_path):
     assert re.match(expected, line), done.stderr
 
 
+@pytest.mark.long
 def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepared():
     code = (
         "from multiprocessing.forkserver import _forkserver as server\n"

@@ -163,6 +163,7 @@ def test_the_tensors_in_files_of_every_kind_are_read(tmp_path):
     ],
     ids=["function", "recipe"],
 )
+@pytest.mark.long
 def test_a_function_and_a_recipe_are_rehearsed(tmp_path, program):
     (tmp_path / "trains.py").write_text(FUNCTION)
     code, printed = rehearse(tmp_path, *program, command=("-c", SHORT))
@@ -215,6 +216,7 @@ os.replace(sys.argv[1] + ".tmp", sys.argv[1])
 """
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_all_runs_would_share_is_refused_in_one_line(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/train.py").write_text(SHARING)

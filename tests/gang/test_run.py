@@ -100,6 +100,7 @@ def test_a_script_finds_the_surroundings_that_torchrun_gives_it(ours, tmp_path):
         assert {*FROM_RUN_TO_RUN, "OMP_NUM_THREADS"} <= own.keys()
 
 
+@pytest.mark.long
 def test_a_script_runs_as_the_main_program_with_its_own_arguments_and_is_waited_for(ours):
     check_surroundings(ours)
 
@@ -292,6 +293,7 @@ def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_
     assert "--- ranks 0, 1 and 3, at step 0" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_rank_of_another_node_that_does_not_arrive_is_named(client):
     """Its own node notices nothing: the function never reports, and this rank is in no
     collective.
@@ -436,6 +438,7 @@ def fail_with_a_lock():
     raise LockedError(1, 2)
 
 
+@pytest.mark.long
 def test_an_exception_that_cannot_be_pickled_is_the_ranks_error_on_several_nodes(client):
     with pytest.raises(RankFailure, match=r"rank \d failed: LockedError: 1 and 2\nTraceback"):
         flyte_ddp.run(fail_with_a_lock, nnodes=2, client=client)
@@ -516,6 +519,7 @@ if session.load() is None:
 """
 
 
+@pytest.mark.long
 def test_a_script_that_does_not_ask_is_ended_after_its_last_save_is_stored(tmp_path):
     (tmp_path / "saves.py").write_text(SAVES_SLOWLY)
     flags = ["--checkpoints", tmp_path / "place"]
@@ -620,6 +624,7 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
 # On a Dask cluster
 
 
+@pytest.mark.long
 def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_path, monkeypatch):
     (tmp_path / "functions.py").write_text(
         "import os\n"
@@ -664,6 +669,7 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
     assert [*left.values()] == [[], []]
 
 
+@pytest.mark.long
 def test_a_clients_workers_are_all_used_and_what_ranks_print_is_in_their_logs(client, capfd):
     with Client(client.scheduler.address) as other:
         assert flyte_ddp.run(log_lines, client=other) == "2"
@@ -682,6 +688,7 @@ def test_a_clients_workers_are_all_used_and_what_ranks_print_is_in_their_logs(cl
             assert has_own_terminal(own, config)
 
 
+@pytest.mark.long
 def test_a_recipe_is_trained_on_all_workers_of_a_client(client, tmp_path):
     listener = new_run(tmp_path)
     with Client(client.scheduler.address) as other:
@@ -697,6 +704,7 @@ def test_a_recipe_is_trained_on_all_workers_of_a_client(client, tmp_path):
     assert (listener.started.world_size, listener.started.num_nodes) == (2, 2)
 
 
+@pytest.mark.long
 def test_a_clients_cluster_without_workers_needs_a_number_of_them(scheduler):
     with Client(scheduler, timeout=60) as client:
         for call in (
@@ -724,6 +732,7 @@ def test_a_cluster_has_workers_while_another_thread_asks_for_fewer_facts(client)
         thread.join()
 
 
+@pytest.mark.long
 def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):
     directory = tmp_path / "code"
     shutil.copytree(SCRIPTS, directory)

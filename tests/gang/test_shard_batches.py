@@ -111,6 +111,7 @@ def test_an_epoch_goes_on_at_another_number_of_ranks_for_each_format(kind, tmp_p
     stops=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=4),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.long
 def test_any_chain_of_stops_and_numbers_of_ranks_reads_each_sample_once(
     sizes, lanes, window, size, stops
 ):
@@ -163,6 +164,7 @@ def test_a_resumed_run_reads_the_same_by_parts_and_no_part_that_was_consumed(
     world_size=st.integers(1, 3),
 )
 @settings(max_examples=24, deadline=None, derandomize=True)
+@pytest.mark.long
 def test_parts_of_any_size_have_the_same_samples(kind, sizes, part_bytes, stop, world_size):
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
@@ -325,6 +327,7 @@ def test_a_recipe_counts_the_samples_that_it_ignores_at_any_number_of_ranks(data
     assert losses[0] == pytest.approx(losses[1])
 
 
+@pytest.mark.long
 def test_a_rank_fetches_its_part_of_a_store_once_and_ahead(bucket, s3, tmp_path):  # noqa: F811
     tree, _ = make_tree("tar", [5] * 64)
     place = Storage(bucket)

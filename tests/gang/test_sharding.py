@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed import PrefixStore
 
@@ -83,6 +84,7 @@ def shown(seen):
     )
 
 
+@pytest.mark.long
 def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
     # The run goes to its end, because a slow writer leaves out a checkpoint on the way.
     train_tiny(tmp_path / "whole", 1, epochs=2)
@@ -125,6 +127,7 @@ def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
         torch.testing.assert_close(state[part], undisturbed[part], **TOLERANCE)
 
 
+@pytest.mark.long
 def test_sgd_goes_from_ddp_to_shards_and_back(tmp_path):
     """The fused kernel of SGD takes no split tensors, so a checkpoint's choice of kernel may not
     replace the run's.
@@ -151,6 +154,7 @@ def resume_and_not(world, store, directory, data):
     return finished
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_interrupted(tmp_path):
     run = new_run(tmp_path, "Dropping")
     (whole, *stopped, first, resumed), other = run_gang(

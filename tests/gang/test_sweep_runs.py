@@ -230,6 +230,7 @@ def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, mon
     assert watch.starts(3) == []
 
 
+@pytest.mark.long
 def test_a_store_that_stays_away_ends_the_sweep_recoverably_and_fails_no_model(
     data, client, four, monkeypatch
 ):
@@ -294,6 +295,7 @@ def outputs(tmp_path_factory):
     return returned, output.read_text(), published
 
 
+@pytest.mark.long
 def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     returned, _, _ = outputs
     table = returned.results.open(pandas.DataFrame).all()

@@ -15,6 +15,7 @@ from tests.support.runs import new_run
 RECIPE = "tests.support.recipe_that_computes_wrongly.Wrong"
 
 
+@pytest.mark.long
 def test_the_check_changes_nothing_of_a_run_and_knows_the_ranks_masks_of_dropout(tmp_path):
     recipe = "tests.support.recipes.Dropping"
     with_check = new_run(tmp_path / "with", recipe).train(2, verify_interval=2).state()

@@ -463,11 +463,16 @@ FAULTS = [
         (89, 91, 95),
     ),
 ]
+LONG = ("TrainingGoodputBurnsSlowly",)
 
 
 @needs_prometheus
 @pytest.mark.parametrize(
-    ("alert", "found", "labels", "minutes"), FAULTS, ids=[fault[0] for fault in FAULTS]
+    ("alert", "found", "labels", "minutes"),
+    [
+        pytest.param(*fault, id=fault[0], marks=[pytest.mark.long] * (fault[0] in LONG))
+        for fault in FAULTS
+    ],
 )
 def test_an_alert_fires_once_for_its_fault_and_stops(tmp_path, alert, found, labels, minutes):
     (rule,) = (

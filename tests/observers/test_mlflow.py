@@ -261,6 +261,7 @@ def run_recipe(place: Path) -> str:
     return checkpoints
 
 
+@pytest.mark.long
 def test_functions_scripts_and_recipes_are_recorded(
     files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,7 @@ def test_the_report_of_a_resumed_run_shows_its_origin_and_earlier_epochs():
 
 
 @pytest.mark.usefixtures("titles_of_pictures")
+@pytest.mark.long
 def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
     large = sample_run.predictions(number=320, side=128)
     made = report_of([*sample_run.training(), large, sample_run.finished()])
@@ -305,6 +306,7 @@ def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
     assert "Generated text" not in text_of(report_of(sample_run.training()))
 
 
+@pytest.mark.long
 def test_the_page_stays_below_two_megabytes():
     config = sample_run.started(epochs=2000).config
     events: list[Event] = [

@@ -157,6 +157,7 @@ columns = st.lists(
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(columns)
+@pytest.mark.long
 def test_batches_come_back_as_they_were_or_are_refused_in_one_line(batches):
     try:
         table = tables_of(*batches)

@@ -48,6 +48,7 @@ def build(tmp_path, *edits):
     return found
 
 
+@pytest.mark.long
 def test_operator_rights_policies_alerts_and_dashboard_are_those_of_their_files(tmp_path):
     found = build(tmp_path)
     # The same objects as `flyte-ddp deploy` prints, from the same files.

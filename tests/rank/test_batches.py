@@ -691,6 +691,7 @@ def count_without_looking(directory):
                 session.save({"done": done}, done)
 
 
+@pytest.mark.long
 def test_a_function_that_does_not_look_loses_no_step_to_a_stop(tmp_path, forked_functions):
     (tmp_path / "slow").touch()
     call = cloudpickle.dumps(FunctionCall(count_without_looking, (str(tmp_path),)))

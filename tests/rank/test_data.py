@@ -60,6 +60,7 @@ def _batches_seen(run, num_steps):
     return batches
 
 
+@pytest.mark.long
 def test_each_sample_counts_once_per_epoch_in_batches_that_no_world_size_changes(finished_run):
     runs = [finished_run(num_processes=ranks) for ranks in (1, 2, 3)]
     per_epoch = runs[0].started.num_steps // 3

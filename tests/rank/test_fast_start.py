@@ -58,6 +58,7 @@ print("sympy" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_a_step_does_not_import_the_compiler_and_a_torch_without_these_names_still_steps():
     before = "fast_start.avoid_importing_dynamo()"
     # A state in memory and the checks before the first step do not import a library for symbols
@@ -91,6 +92,7 @@ print(faults())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+@pytest.mark.long
 def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
     missing = "entry.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
     programs = {
@@ -161,6 +163,7 @@ print(len(waits))
 
 
 @pytest.mark.parametrize(("before", "num_waits"), [("", "1"), ("del dist.Work", "0")])
+@pytest.mark.long
 def test_waits_are_timed_if_torch_has_their_class(before, num_waits):
     assert run(WAITS.format(before=before)) == [num_waits]
 
@@ -191,5 +194,6 @@ print(*(each.training for each in model))
 """
 
 
+@pytest.mark.long
 def test_the_layers_of_batch_norm_are_known_without_the_name_of_their_class():
     assert run(WITHOUT_BATCH_NORM) == ["False", "True"]

@@ -333,6 +333,7 @@ def test_predictions_leave_no_image_out(tmp_path, prepared):
         [images[index] for index in range(len(images))]
 
 
+@pytest.mark.long
 def test_an_error_in_a_loader_process_is_the_same_line(tmp_path, prepared):
     recipe, train, _, _ = _prepare_broken(tmp_path, prepared, "no image")
     (samples,) = open_samples([train], recipe, TrainingConfig(data_workers=1), ALONE)

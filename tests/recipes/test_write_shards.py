@@ -41,7 +41,7 @@ def contents_of(url):
     return {name: place.read(name) for name in place.find()}
 
 
-@pytest.mark.parametrize("place", ["disk", "store"])
+@pytest.mark.parametrize("place", ["disk", pytest.param("store", marks=pytest.mark.long)])
 def test_images_are_in_shards_once_as_they_are_and_mixed(place, store, tmp_path):
     tree = image_tree(count=16)
     source, destination = write_tree(tree, tmp_path / "tree"), str(tmp_path / "shards")

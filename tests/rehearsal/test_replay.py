@@ -47,7 +47,11 @@ def remove_state(run, step):
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel"),
-    [(1, "ddp"), (2, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.long)],
+    [
+        (1, "ddp"),
+        pytest.param(2, "ddp", marks=pytest.mark.long),
+        pytest.param(2, "fsdp", marks=pytest.mark.long),
+    ],
 )
 def test_the_gradient_is_the_runs_to_the_bit_also_over_an_evaluation(tmp_path, num_ranks, parallel):
     """Seen by the debugger, which stops after the backward pass."""
@@ -87,6 +91,7 @@ def test_the_gradient_is_the_runs_to_the_bit_also_over_an_evaluation(tmp_path, n
         assert norms == pytest.approx(expected_norms, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_bad_step_is_shown_from_the_state_before_it_and_without_its_sample(tmp_path, capsys):
     run = new_run(tmp_path, RECIPE)
     with pytest.raises(RankFailure, match="the loss is nan at step 5"):
@@ -180,6 +185,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     refuse(tmp_path / "function", 6, "got a function's, .* after step 4 .epoch 1, num_samples 8")
 
 
+@pytest.mark.long
 def test_a_step_of_packed_rows_names_their_documents(tmp_path, capsys):
     run = new_run(tmp_path, "tests.support.packed_rows.Chats")
     run.train(2)

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTED = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_current_frames"}
 DOCUMENTED |= {"_metadata"}  # a state dict has it
@@ -77,6 +79,7 @@ def own_names(tree):
             yield node.attr
 
 
+@pytest.mark.long
 def test_private_names_of_libraries_are_in_their_places():
     package = REPOSITORY / "flyte_ddp"
     trees = {

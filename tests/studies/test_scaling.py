@@ -345,6 +345,7 @@ def test_trials_are_reused_only_if_nothing_differs():
     assert len(identities) == 5
 
 
+@pytest.mark.long
 def test_a_failed_trial_ends_the_study_and_no_other_starts(tmp_path, monkeypatch):
     started = []
 

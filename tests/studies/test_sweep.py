@@ -93,6 +93,7 @@ def test_a_list_has_a_model_for_each_of_its_objects():
     assert second.values["learning_rate"] == second.config.learning_rate != 0.2
 
 
+@pytest.mark.long
 def test_the_same_seed_draws_the_same_models_and_another_seed_others():
     grid = {
         "learning_rate": RANGE,
@@ -285,6 +286,7 @@ def suggestions_of(seed, num_models, score=lambda values: abs(values["momentum"]
     return found
 
 
+@pytest.mark.long
 def test_after_random_models_tpe_suggests_those_that_results_speak_for():
     found = suggestions_of(3, 25)
     assert found[: NUM_RANDOM + 2] == suggestions_of(3, NUM_RANDOM + 2)
@@ -533,6 +535,7 @@ def test_a_column_of_several_types_can_be_stored(tmp_path):
     assert set(table["recipe_options.sizes"]) == {"[1, 2]", "deep"}
 
 
+@pytest.mark.long
 def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path):
     file = tmp_path / "report.html"
     made = StudyReport("digits", made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY))

@@ -249,6 +249,7 @@ def test_tasks_of_one_process_give_back_its_keys_and_its_log_in_any_order(monkey
     assert os.environ["WANDB_API_KEY"] == "k" * 40
 
 
+@pytest.mark.long
 def test_an_attempt_that_fails_keeps_its_history(data, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "nan 0 3")
     config = config_of(TINY, {})

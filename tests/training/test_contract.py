@@ -456,6 +456,7 @@ def test_targets_of_loaded_samples_count_as_those_in_memory(tmp_path):
         assert other.metrics["accuracy"] == one.metrics["accuracy"]
 
 
+@pytest.mark.long
 def test_samples_may_be_dataclasses_and_targets_dicts(tmp_path):
     one = new_trainer(
         new_run(tmp_path / "one", "tests.support.mistakes.TwoInputs"), data_workers=1, epochs=2

@@ -315,6 +315,7 @@ class GrownAlone(Numbers):
         return {"own": Seen()}
 
 
+@pytest.mark.long
 def test_more_ranks_at_a_resume_count_all_samples_or_refuse_a_metric(tmp_path):
     expected = "Grown.metrics: mixed: expected states made by add_state alone.* got num_seen"
     run = new_run(tmp_path / "mixed", HERE + "Grown").train(1, epochs=1)
