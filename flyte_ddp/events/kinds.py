@@ -142,6 +142,8 @@ class RunStarted(Timed):
     commit: str = ""  # commit of the user's project, from `describe_commit`
     image: str = ""  # image of the task; "" without one
     arguments: str = ""  # arguments of a script, as for a shell
+    # plain arguments of a function, by the names of its parameters
+    named_arguments: dict[str, Any] = field(default_factory=dict)
 
     def figures(self) -> Figures:
         return Figures(values=self.known("world_size", "num_steps", "num_parameters"))

@@ -39,6 +39,7 @@ from flyte_ddp.code.source_code import packages_beside
 from flyte_ddp.config.fields import check_object, field, finite_number, whole_number
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
+from flyte_ddp.launch.arguments import name_arguments
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.reference import read_slow_nodes
 from flyte_ddp.launch.control.results import Destination
@@ -362,7 +363,14 @@ def function_program(
     name = getattr(code, "__qualname__", repr(code))
     call = pickle(FunctionCall(function, tuple(arguments), keywords), function, "function")
     packages = packages_beside(code.__module__ or "__main__")
-    return Program(name, call, packages, needs=Needs(stall_timeout), logging=CallerLogging.read())
+    return Program(
+        name,
+        call,
+        packages,
+        named_arguments=name_arguments(function, arguments, keywords),
+        needs=Needs(stall_timeout),
+        logging=CallerLogging.read(),
+    )
 
 
 def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:

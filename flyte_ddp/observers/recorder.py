@@ -37,7 +37,7 @@ TRACKERS = ("wandb", "mlflow", "tensorboard")  # the names in settings.toml and 
 MAX_EVENTS = 20_000  # events that may wait for the service
 MAX_VALUES = 500  # sent at once; MLflow takes 1000 in one request, and an event adds some
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
-NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "hidden", "layers")
+NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "named_arguments", "hidden", "layers")
 
 NOTHING = {"step": 0.0, "epoch": 0.0}
 # Beginning of the name of a figure, by its axis.
@@ -205,7 +205,8 @@ class Recorder(Sender):
                     for name, value in vars(event).items()
                     if value and name not in NOT_IN_CONFIG
                 }
-                config = {**self.config, **event.config, **known, "program": event.name}
+                config = {**self.config, **event.config, **event.named_arguments, **known}
+                config["program"] = event.name
                 self._resumed_step = None
                 self._open(event, plain(redact_values(config)))
                 self._known = self._reached

@@ -27,8 +27,10 @@ Hashes = list[dict[str, str]]
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's values by name. An option of the recipe is called recipe_options.NAME."""
-    values = dict(config)
-    options = values.pop(OPTIONS, {})
+    options = config.get(OPTIONS)
+    if not isinstance(options, Mapping):  # the argument of a function may have this name
+        return dict(config)
+    values = {name: value for name, value in config.items() if name != OPTIONS}
     return values | {f"{OPTIONS}.{name}": value for name, value in options.items()}
 
 

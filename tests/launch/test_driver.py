@@ -44,9 +44,10 @@ from flyte_ddp.launch.protocol.messages import (
 )
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import script_program
+from flyte_ddp.launch.run import function_program, script_program
 from flyte_ddp.project.admission import IMAGE_VARIABLE
 from flyte_ddp.storage import Storage
+from flyte_ddp.storage.recorded_config import RecordedConfig
 from tests.launch.test_policy import (
     AWAY,
     DENIED,
@@ -486,3 +487,21 @@ def test_a_start_has_the_facts_that_only_the_launcher_knows(tmp_path, monkeypatc
     assert start().recipe_version == first.recipe_version
     (tmp_path / "helper.py").write_text("VALUE = 2\n")
     assert start().recipe_version != first.recipe_version
+
+
+def test_a_start_of_a_function_has_its_arguments_without_secrets():
+    def train(width, api_key, place):
+        """Never called."""
+
+    keywords = {"api_key": "abc123", "place": "s3://user:pass@host/data"}
+    program = function_program(train, (3,), keywords)
+    seen = []
+    listener = SimpleNamespace(handle=seen.append, close=lambda error: None)
+    with driver.Dispatcher([listener], program=program) as dispatcher:
+        dispatcher.emit(events.RunStarted("train", 1))
+    assert seen[0].named_arguments["width"] == 3
+    assert {"abc123", "pass"} & set(re.findall(r"\w+", str(seen[0]))) == set()
+    # A hidden argument is compared by its hash, as a hidden value of a config is.
+    recorded = RecordedConfig(seen[0].named_arguments, seen[0].hidden)
+    assert recorded.is_all({"width": 3, **keywords})
+    assert not recorded.is_same("api_key", "abc124")

@@ -32,6 +32,7 @@ PLANTED = [
     ({"commit": "0123456789ab-dirty"}, "origin: commit"),
     ({"image": "registry/team:8"}, "origin: image"),
     ({"arguments": "--lr 0.2"}, "origin: arguments"),
+    ({"named_arguments": {"width": 3}}, "config: width"),
     ({"name": "digits"}, "program"),
     ({"versions": {"torch": "2.16.0"}}, "versions: torch"),
     ({"versions": {"python": "3.13.1"}}, "versions: python"),

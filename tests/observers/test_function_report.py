@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -22,7 +23,7 @@ from flyte_ddp.observers.reports.plots import run_panels
 from flyte_ddp.observers.reports.run import MAX_LINES, Report
 from tests.support.short_run import feed
 
-STARTED = RunStarted("train", 4, 2, 0)
+STARTED = RunStarted("train", 4, 2, 0, named_arguments={"width": 3, "schedule": "cosine"})
 
 
 def restarted_run() -> list[Event]:
@@ -52,6 +53,7 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
 
     assert report.status == "running"
     assert "4 ranks on 2 nodes" in shown
+    assert re.search(r"<h2>Arguments .*>width</th>\s*<td>3</td>.*>cosine<", shown, re.S)
     for text in ("Val accuracy", "0.875", "epoch 2.5", "s3://bucket/step-5", "Resumed at step"):
         assert text in shown
     assert shown.count("<svg") == 2

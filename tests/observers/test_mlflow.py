@@ -246,7 +246,7 @@ def run_script(place: Path, *options: str) -> int:
 
 
 @task(task_config=Distributed(mlflow="tests"))
-def recorded() -> str:
+def recorded(width: int = 3) -> str:
     exec(compile(SCRIPT, "train.py", "exec"), {})
     return session.checkpoints
 
@@ -269,14 +269,15 @@ def test_functions_scripts_and_recipes_are_recorded(
     for module in (mlflow, distributed):
         monkeypatch.setattr(module, "find_server", lambda: files)
     monkeypatch.setattr("flyte_ddp.flyte.task.TRACKING", ("mlflow", files, "tests"))
-    for run in (
-        lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"),
-        recorded,
-        lambda: run_recipe(tmp_path),
+    for run, argument in (
+        (lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"), None),
+        (recorded, "3"),
+        (lambda: run_recipe(tmp_path), None),
     ):
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
         found, steps = find_run(files, Path(run(), "tracker-run-id").read_text())
         assert (steps("train/loss")[:2], found.info.status) == ([1, 2], "FINISHED")
+        assert found.data.params.get("width") == argument
 
 
 def test_functions_and_scripts_without_a_server_are_one_line(

@@ -18,6 +18,7 @@ def make_history(losses=(1.5, 0.7, 0.5), **changes):
         "commit": "ba9876543210",
         "image": "registry/team:7",
         "arguments": "--lr 0.1",
+        "named_arguments": {"width": 2},
         "data_fingerprint": "e" * 64,
     }
     started = sample_run.started(len(losses), **known)

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
@@ -62,6 +62,7 @@ from flyte_ddp.storage import (
     redact_url,
     redact_values,
 )
+from flyte_ddp.storage.recorded_config import hash_hidden
 
 # seconds for listeners to finish what they have begun: W&B's and MLflow's last files
 CLOSE_TIMEOUT = 2 * SHORT_TIMEOUT
@@ -396,7 +397,7 @@ class Dispatcher:
     # events that are not folded yet; None marks the end of the run
     _waiting: deque[events.Event | None] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _facts: dict[str, str] = field(default_factory=dict)  # fields that each start lacks
+    _facts: dict[str, Any] = field(default_factory=dict)  # fields that each start lacks
     _error: BaseException | None = None
     _delivery: concurrent.futures.Future[None] = field(init=False)
 
@@ -442,7 +443,7 @@ class Dispatcher:
         shown: events.Event | None = None
         with log_failures(f"event {type(event).__name__}"):
             if isinstance(event, events.RunStarted):
-                event = dataclasses.replace(event, **self._facts)  # type: ignore[arg-type]
+                event = dataclasses.replace(event, **self._facts)
             redacted = _redact(event)
             self.state.handle(redacted)
             shown = redacted
@@ -458,6 +459,8 @@ class Dispatcher:
             if self.program and self.program.kind is not Kind.RECIPE:
                 self._facts["recipe_version"] = self.program.compute_code_version()
                 self._facts["arguments"] = self.program.arguments
+                self._facts["named_arguments"] = self.program.named_arguments
+                self._facts["hidden"] = hash_hidden(self.program.named_arguments)
         active = [(each, takes_state(each)) for each in self.listeners]
         while True:
             with self._changed:

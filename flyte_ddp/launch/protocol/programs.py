@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Program:
     packages: tuple[str, ...] = ()
     directory: str = ""  # directory of a script, which needs the files beside it
     arguments: str = ""  # arguments of a script, as for a shell
+    # plain arguments of a function, by the names of its parameters; see `name_arguments`
+    named_arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     # When a rank has ended with code 0 and all other ranks wait in collectives for so many seconds,
     # the run is ended.
     left_timeout: float = 30.0

@@ -79,7 +79,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "step_shares": split_steps(state.epochs),
         "cost": state.cost(),
         "versions": started.versions,
-        "config": started.config,
+        "config": {**started.config, **started.named_arguments},
         "hidden": started.hidden,
     }
     return plain(redact_values(card))  # type: ignore[no-any-return]

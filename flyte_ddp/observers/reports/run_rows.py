@@ -304,6 +304,11 @@ def _configuration_rows(run: RunView) -> list[Row]:
     return rows
 
 
+def _argument_rows(run: RunView) -> list[Row]:
+    named = run.started.named_arguments
+    return [Row(name, format_value(value)) for name, value in named.items()]
+
+
 def _shape(output_shape: list[int] | None) -> str:
     """Format a layer's output shape for one sample."""
     if not output_shape:
@@ -318,6 +323,7 @@ SECTIONS: dict[str, tuple[Callable[[RunView], list[Row]], str, bool]] = {
     "Cost": (_cost_rows, "of the nodes, by the prices in settings.toml", False),
     "Slow ranks": (_straggler_rows, "when they changed", True),
     "Configuration": (_configuration_rows, "bold: not the package's default", False),
+    "Arguments": (_argument_rows, "of the function", False),
     "Environment": (_environment_rows, "", False),
     "Data": (_data_rows, "", True),
     "Model": (_layer_rows, "{run.model_size}", True),
