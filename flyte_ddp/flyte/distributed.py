@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from flytekit import Deck, FlyteContextManager, PythonFunctionTask
+from flytekit import Deck, FlyteContextManager, PythonFunctionTask, StructuredDataset
 from flytekit.core.tracker import extract_task_module
 from flytekit.core.type_engine import TypeEngine
 from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.code.by_value import dumps, pickle
@@ -57,10 +59,10 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             )
         # sizes of the ranks' pods, from the task's own options
         self._pods: dict[str, Any] = {}
-        self._not_moved: list[str] = []  # options that do not reach the ranks' pods
+        self._lost_options: list[str] = []  # options that do not reach the ranks' pods
         if task_config.gang().needs_cluster:
             self._pods = read_pod_sizes(options)
-            options, self._not_moved = make_driver_options(options)
+            options, self._lost_options = make_driver_options(options)
             task_config.gang(self._pods)
         else:
             options = make_rank_options(options, task_config.increase_shared_mem)
@@ -116,21 +118,15 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         with limits, opened as run:
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)
-            if self._not_moved:
-                run.say(
-                    f"{self.name}: these options of the task do not reach the pods of its ranks, "
-                    "which have their own in "
-                    f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
-                )
             prefix = context.file_access.raw_output_prefix
-            check_reachable(gang, inputs, self.interface.outputs, prefix)
+            check_reachable(gang, self._list_urls(inputs), self.interface.outputs, prefix)
             run.limit_time(config.max_hours)
             program = self._program(inputs, prefix, parameters)
             fields: dict[str, Any] = {"is_kept": not is_local}
             if is_local and not gang.is_on_this_machine:
                 fields["checkpoints"] = ""  # Pods cannot reach a directory of this machine.
             self._extend_path()
-            value = run_function(run, config, program, gang, **fields)
+            value = run_function(run, config, program, gang, self._lost_options, **fields)
         outputs, decks = unpack(value)
         for title, html in decks:
             Deck(title, html)
@@ -152,7 +148,21 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         allowed = load_allowed(self.task_config.allowed)
         gang.check_allowed(allowed)
         if is_flyte_task():
-            check_places(_list_urls(inputs), allowed.urls)
+            check_places(self._list_urls(inputs), allowed.urls)
+
+    def _list_urls(self, inputs: LiteralMap) -> Iterator[tuple[str, str]]:
+        """Yield the URLs of files, directories and data frames among the inputs, each with the
+        input's name.
+        """
+        context, kinds = FlyteContextManager.current_context(), self.python_interface.inputs
+        for name, literal in inputs.literals.items():
+            message = MessageToDict(literal.to_flyte_idl())
+            for url in _find_values(message, "uri"):
+                yield name, url
+            if list(_find_values(message, "binary")):  # dataclasses, without their files' bytes
+                value = TypeEngine.to_python_value(context, literal, kinds[name])
+                for url in distributed.find_urls(value, _read_url):
+                    yield name, url
 
     def _program(self, inputs: LiteralMap, raw_output_prefix: str, parameters: Any) -> Program:
         _, module, attribute, _ = extract_task_module(self)
@@ -180,13 +190,27 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             name=attribute,
             call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
+            named_arguments=_list_primitives(inputs),
             logging=CallerLogging.read(),
             needs=Needs(config.stall_timeout, variables=variables, max_cost=config.max_cost),
         )
 
 
+def _list_primitives(inputs: LiteralMap) -> dict[str, Any]:
+    """Return the inputs that are numbers, texts and truth values."""
+    scalars = {name: literal.scalar for name, literal in inputs.literals.items()}
+    return {
+        name: scalar.primitive.value
+        for name, scalar in scalars.items()
+        if scalar and scalar.primitive and isinstance(scalar.primitive.value, (str, int, float))
+    }
+
+
 def check_reachable(
-    gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str
+    gang: Gang,
+    urls: Iterable[tuple[str, str]],
+    outputs: Mapping[str, Any],
+    raw_output_prefix: str,
 ) -> None:
     """Check a task's inputs and outputs as `task_run.distributed.check_reachable` does."""
     files = []
@@ -195,16 +219,16 @@ def check_reachable(
         if list(_find_values(kind, "blob", "structuredDatasetType")):
             files.append(name)
     place = "raw-output-data-prefix", raw_output_prefix
-    distributed.check_reachable(gang, _list_urls(inputs), files, place)
+    distributed.check_reachable(gang, urls, files, place)
 
 
-def _list_urls(inputs: LiteralMap) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of files, directories and data frames among a task's inputs, each with the
-    input's name.
-    """
-    for name, literal in inputs.literals.items():
-        for url in _find_values(MessageToDict(literal.to_flyte_idl()), "uri"):
-            yield name, url
+def _read_url(value: Any) -> str | None:
+    """Return the URL of a file, a directory or a data frame; None for another value."""
+    if isinstance(value, (FlyteFile, FlyteDirectory)):
+        return str(value.remote_source or value.path)
+    if isinstance(value, StructuredDataset):
+        return value.uri or ""
+    return None
 
 
 def _find_values(message: Any, *keys: str) -> Iterator[Any]:

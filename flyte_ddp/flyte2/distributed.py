@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,16 @@ from flyte_ddp.storage import check_places
 from flyte_ddp.task_run.distributed import (
     check_reachable,
     describe_sizes,
+    find_urls,
     find_variables,
     run_function,
 )
 
 # beginnings of the variables that describe a process's action and its store
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "ACTION_NAME")
+
+# A cluster's pods get only the sizes of a task: CPUs, memory, shared memory and the number of GPUs.
+NOT_FOR_RANKS = ("pod_template", "secrets")
 
 
 @dataclass
@@ -103,6 +107,7 @@ class DistributedTask(MainThreadTask):
     plugin_config: Distributed
     resources: Any = None
     pods: dict[str, Any] | None = None  # sizes of the ranks' pods; empty for ranks in the own pod
+    lost_options: Sequence[str] = ()  # options that do not reach the ranks' pods
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,6 +116,7 @@ class DistributedTask(MainThreadTask):
             self.pods = {}
             if config.gang().needs_cluster:
                 self.pods = read_pod_sizes(resources)
+                self.lost_options = self._list_lost_options(resources)
                 self.resources = flyte.Resources(cpu=1, memory="2Gi")  # size of the driver's pod
             elif config.increase_shared_mem and not resources.shm:
                 self.resources = dataclasses.replace(resources, shm="auto")
@@ -139,7 +145,15 @@ class DistributedTask(MainThreadTask):
             fields: dict[str, Any] = {}
             if is_local() and not gang.is_on_this_machine:
                 fields["checkpoints"] = ""  # Pods cannot reach a directory of this machine.
-            return cloudpickle.loads(run_function(run, config, program, gang, **fields))
+            value = run_function(run, config, program, gang, self.lost_options, **fields)
+            return cloudpickle.loads(value)
+
+    def _list_lost_options(self, resources: flyte.Resources) -> list[str]:
+        lost = [name for name in NOT_FOR_RANKS if getattr(self, name, None)]
+        device = resources.get_device()
+        if device and device.device not in (None, "", "GPU"):
+            lost.append(f"the kind of GPU, {device.device}")
+        return lost
 
     def check_allowed(self, gang: Gang, inputs: Mapping[str, Any]) -> None:
         """Raise ConfigError if the gang's cluster is not allowed, or, in a pod, a file of `inputs`;
@@ -147,7 +161,7 @@ class DistributedTask(MainThreadTask):
         """
         allowed = load_allowed(self.plugin_config.allowed)
         gang.check_allowed(allowed)
-        urls = [(name, url) for name, value in inputs.items() for url in find_urls(value)]
+        urls = [(name, url) for name, value in inputs.items() for url in find_urls(value, read_url)]
         if not is_local():
             check_places(urls, allowed.urls)
         kinds = self.native_interface.outputs
@@ -156,22 +170,13 @@ class DistributedTask(MainThreadTask):
         check_reachable(gang, urls, files, place)
 
 
-def find_urls(value: Any) -> Iterator[str]:
-    """Yield the URLs of files, directories and data frames anywhere in a task's input."""
-    parts: Sequence[Any] = ()
+def read_url(value: Any) -> str | None:
+    """Return the URL of a file, a directory or a data frame; None for another value."""
     if isinstance(value, (File, Dir)):
-        yield value.path
-    elif isinstance(value, DataFrame):
-        yield value.uri or ""
-    elif isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    elif dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields"):
-        # The SDK passes dataclasses and models of pydantic.
-        parts = list(vars(value).values())
-    for part in parts:
-        yield from find_urls(part)
+        return str(value.path)
+    if isinstance(value, DataFrame):
+        return value.uri or ""
+    return None
 
 
 def contains_files(kind: Any) -> bool:

@@ -4,8 +4,9 @@ knows neither.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flyte_ddp.errors import ConfigError
@@ -17,12 +18,18 @@ from flyte_ddp.task_run.run import TaskRun
 
 
 def run_function(
-    run: TaskRun, config: Distributed, program: Program, gang: Gang, **fields: Any
+    run: TaskRun,
+    config: Distributed,
+    program: Program,
+    gang: Gang,
+    lost_options: Sequence[str] = (),
+    **fields: Any,
 ) -> bytes:
     """Run a task's function in the ranks of `gang`, and return the pickled value of rank 0.
 
     Args:
         program: the program that calls the function.
+        lost_options: given options of the task that do not reach the pods of its ranks.
         fields: further fields of `Job`.
     """
     report = run.report
@@ -31,10 +38,37 @@ def run_function(
     names = config.list_ignored()
     if names:
         run.say(f"{report.name}: these fields of Distributed change nothing: {', '.join(names)}")
+    if lost_options:
+        run.say(
+            f"{report.name}: these options of the task do not reach the pods of its ranks, which "
+            f"have their own in cluster.kubernetes of Distributed: {', '.join(lost_options)}"
+        )
     labels = {"task": report.name}
     state = run.run(program, gang, labels=labels, results=config.results, **fields)
     run.files.keep_history(report)
     return returned_value(state)
+
+
+def find_urls(value: Any, read_url: Callable[[Any], str | None]) -> Iterator[str]:
+    """Yield the URLs of files anywhere in a task's input: in lists, dicts, dataclasses and models
+    of pydantic.
+
+    Args:
+        read_url: returns the URL of a file, a directory or a data frame, and None for another
+            value.
+    """
+    url = read_url(value)
+    parts: Sequence[Any] = ()
+    if url is not None:
+        yield url
+    elif isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields"):
+        parts = list(vars(value).values())
+    for part in parts:
+        yield from find_urls(part, read_url)
 
 
 def check_reachable(

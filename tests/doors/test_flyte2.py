@@ -463,6 +463,10 @@ def read_in_pods(directory: Dir) -> int:
 def write_in_pods(directory: Dir) -> list[File]:
     return []
 
+@in_pods.task(pod_template="ours")
+def placed() -> int:
+    return 0
+
 def read_in_a_pod():
     import flyte_ddp.flyte2.distributed as distributed
     here, distributed.is_local = distributed.is_local, lambda: False
@@ -491,6 +495,7 @@ tell(lambda: flyte2.train("digits"))
 tell(lambda: flyte2.environment("other", SIZE, object()))
 tell(lambda: env.task(later))
 print("read", flyte.run(read, files=FILES).outputs().o0)
+print("lost", placed.lost_options, read_in_pods.lost_options, read.lost_options)
 tell(read_in_a_pod)
 tell(lambda: flyte.run(read_in_pods, directory=Dir(path="/tmp/files")))
 tell(lambda: flyte.run(write_in_pods, directory=Dir(path="s3://bucket/files")))
@@ -521,6 +526,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
         "champion: expected one of allowed.urls",
         "env: expected a task of flyte_ddp.flyte2.environment, which runs on the main thread",
     )
+    assert "lost ['pod_template'] [] ()\n" in output
     assert "read 1\n" in output  # a run of one's own may read any file
     assert len(said) == len(wanted)
     for text, line in zip(wanted, said, strict=True):

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extras.accelerators import T4
 from flytekit.tools.translator import get_serializable
+from flytekit.types.directory import FlyteDirectory
 from kubernetes.client import V1Container, V1PodSpec, V1VolumeMount
 
 from flyte_ddp.errors import ConfigError
@@ -223,7 +224,7 @@ def test_the_sizes_of_a_task_are_those_of_its_ranks_pods(monkeypatch):
         "3": "2Gi",
     }
     assert template.extended_resources is None
-    assert train._not_moved == ["accelerator"]
+    assert train._lost_options == ["accelerator"]
     assert cluster.kubernetes.shared_memory == "64Gi"  # all of it, as Elastic gives
     assert template.type == "python-task"
 
@@ -280,13 +281,46 @@ def test_files_of_this_machine_are_refused_for_ranks_in_pods():
         context, {"file": tasks.FlyteFile("s3://bucket/file")}
     )
     gang, outputs = distributed.task_config.gang(), distributed.interface.outputs
-    check_reachable(gang, literals, outputs, "s3://bucket/raw")
+    check_reachable(gang, distributed._list_urls(literals), outputs, "s3://bucket/raw")
     with pytest.raises(
         ConfigError, match="^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'"
     ):
-        check_reachable(gang, literals, outputs, "/tmp/raw")
+        check_reachable(gang, distributed._list_urls(literals), outputs, "/tmp/raw")
     literals.literals["file"].scalar.blob._uri = "/tmp/file"
     with pytest.raises(
         ConfigError, match="^file: expected a URL that the pods of the ranks can reach"
     ):
-        check_reachable(gang, literals, outputs, "s3://bucket/raw")
+        check_reachable(gang, distributed._list_urls(literals), outputs, "s3://bucket/raw")
+
+
+@dataclass
+class Files:
+    """An input of a task that contains files."""
+
+    file: tasks.FlyteFile
+    by_name: dict[str, FlyteDirectory]
+    width: int = 3
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_files_in_a_dataclass_are_checked_as_other_files_are(is_listed, monkeypatch):
+    def train(files: Files) -> None: ...
+    def train_listed(files: list[Files]) -> None: ...
+
+    config = Distributed(allowed={"urls": ["s3://bucket/*"]})
+    distributed = task(task_config=config)(train_listed if is_listed else train)
+    context = FlyteContextManager.current_context()
+    monkeypatch.setattr("flyte_ddp.flyte.distributed.is_flyte_task", lambda: True)
+
+    def check(file, directory):
+        files = Files(tasks.FlyteFile(file, remote_path=False), {"a": FlyteDirectory(directory)})
+        kinds = distributed.python_interface.inputs
+        literals = TypeEngine.dict_to_literal_map(
+            context, {"files": [files] if is_listed else files}, kinds
+        )
+        distributed.check_allowed(config.gang(), literals)
+
+    check("s3://bucket/file", "s3://bucket/directory")
+    for places in (("/etc/passwd", "s3://bucket/d"), ("s3://bucket/f", "s3://other/d")):
+        with pytest.raises(ConfigError, match="^files: expected one of allowed.urls"):
+            check(*places)
