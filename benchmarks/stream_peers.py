@@ -2,8 +2,9 @@
 BATCHES`.
 
 Each system has the same samples in its own format, shuffles as many of them with each other, and
-has one loader process. The interpreter needs webdataset, mosaicml-streaming, datasets, litdata and
-lancedb. LanceDB and litData keep their samples on the disk, so only their exactness is compared.
+has one loader process. The interpreter needs webdataset, mosaicml-streaming, datasets, litdata,
+lancedb and grain. LanceDB and litData keep their samples on the disk, and Grain reads any indexable
+source, here the samples' numbers, so only the exactness of these three is compared.
 
 The global batch is the same at each number of ranks, as MosaicML Streaming, litData and LanceDB ask
 for where a run resumes at another number.
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,6 +134,18 @@ def lancedb(directory: Path) -> Iterator[Any]:
     return go_on(directory, batches, data, StreamingDataset.merge_state_dicts)
 
 
+def grain(directory: Path) -> Iterator[Any]:
+    import grain.experimental
+    from grain.sharding import ShardOptions
+
+    data = grain.MapDataset.source(range(NUM_SAMPLES)).seed(0).shuffle()
+    shard = ShardOptions(dist.get_rank(), dist.get_world_size())
+    batches = iter(grain.experimental.ElasticIterator(data, BATCH_SIZE, shard))
+    source = SimpleNamespace(load_state_dict=batches.set_state, state_dict=batches.get_state)
+    pairs = ((torch.as_tensor(numbers), None) for numbers in batches)
+    return go_on(directory, pairs, source)
+
+
 def first_state(states: list[Any]) -> Any:
     """Return the state of rank 0, which serves all ranks."""
     return states[0]
@@ -211,7 +225,8 @@ def collate(rows: list[Any]) -> Any:
 
 
 SYSTEMS = {
-    each.__name__: each for each in (write, ours, mosaic, webdataset, datasets, litdata, lancedb)
+    each.__name__: each
+    for each in (write, ours, mosaic, webdataset, datasets, litdata, lancedb, grain)
 }
 
 

@@ -4,8 +4,8 @@ Counts, times and memory need no store. The last row trains a small model on dig
 were written in a random order or class by class, and on the same samples shuffled whole.
 
 `--peers PYTHON` compares an epoch from a slow S3 server with other systems. PYTHON is the
-interpreter of an environment with webdataset, mosaicml-streaming, datasets, litdata and lancedb
-beside what is required here.
+interpreter of an environment with webdataset, mosaicml-streaming, datasets, litdata, lancedb and
+grain beside what is required here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from benchmarks.stream_peers import NUM_SAMPLES, SPLIT
+from benchmarks.stream_peers import NUM_SAMPLES, SAMPLE_BYTES, SPLIT
 from flyte_ddp import session
 from flyte_ddp.data import Shards, readers
 from flyte_ddp.data.order import EpochOrder
@@ -58,6 +58,7 @@ STORE = {
 }
 FORMATS = "tar", "jsonl", "mds", "parquet"
 served: Counter[str] = Counter()  # bytes of the store's answers, by method
+MEMORY_INTERVAL = 0.5  # seconds between two looks at the memory of ranks
 PROCESS = 48 << 20  # bytes of a process without samples, index and places
 
 
@@ -218,7 +219,9 @@ def measure_peers(python: str) -> Iterator[tuple[str, str]]:
         for ranks in (1, 2):
             ours: list[float] = []
             for system in systems:
-                found = run_ranks(python, ranks, system, place / f"{system}-{ranks}", 0)
+                before = served["GET"]
+                found, memory = run_ranks(python, ranks, system, place / f"{system}-{ranks}", 0)
+                fetched = (served["GET"] - before) / (NUM_SAMPLES * SAMPLE_BYTES)
                 paces = measure_paces(found)
                 ours = ours or paces
                 values = [
@@ -227,12 +230,15 @@ def measure_peers(python: str) -> Iterator[tuple[str, str]]:
                         ("in all", "after a quarter"), paces, ours, strict=True
                     )
                 ]
+                values.append(f"first batch after {max(times[0] for times, _ in found):.2f} s")
+                values.append(f"{fetched:.2f} of the samples' bytes fetched")
+                values.append(f"{memory / ranks / 2**20:,.0f} MiB for each rank and its loader")
                 values.append(count_wrong([found]))
                 yield f"{system}, an epoch on {ranks} ranks", "; ".join(values)
-        for system in (*systems, "litdata", "lancedb"):
+        for system in (*systems, "litdata", "lancedb", "grain"):
             run = place / f"{system}-resumed"
             halves = [
-                run_ranks(python, size, system, run, batches)
+                run_ranks(python, size, system, run, batches)[0]
                 for size, batches in ((3, SPLIT), (2, 0))
             ]
             yield f"{system}, {SPLIT} batches on 3 ranks, the rest on 2", count_wrong(halves)
@@ -255,12 +261,30 @@ def count_wrong(runs: list[Any]) -> str:
     return f"{lost} lost, {len(numbers) - len(set(numbers))} doubled"
 
 
-def run_ranks(python: str, size: int, system: str, place: Path, num_batches: int) -> list[Any]:
-    """Return for each rank the seconds until each batch, and its samples."""
+def run_ranks(
+    python: str, size: int, system: str, place: Path, num_batches: int
+) -> tuple[list[Any], int]:
+    """Return for each rank the seconds until each batch, and its samples; and the most memory that
+    the ranks and their loader processes had together, in bytes.
+    """
     launch = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     module = ["-m", "benchmarks.stream_peers", system, str(place), str(num_batches)]
-    subprocess.run(launch + module, check=True)
-    return [json.loads(file.read_text()) for file in place.glob(f"{size}-*")]
+    launcher = psutil.Popen(launch + module)
+    most_bytes = 0
+    while launcher.poll() is None:
+        most_bytes = max(most_bytes, sum(map(count_bytes, launcher.children(recursive=True))))
+        time.sleep(MEMORY_INTERVAL)
+    if launcher.returncode:
+        raise subprocess.CalledProcessError(launcher.returncode, module)
+    return [json.loads(file.read_text()) for file in place.glob(f"{size}-*")], most_bytes
+
+
+def count_bytes(process: psutil.Process) -> int:
+    """Return the memory of a process, and its part of what it shares; 0 if it has ended."""
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
 
 
 @contextlib.contextmanager

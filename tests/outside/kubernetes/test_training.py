@@ -440,13 +440,14 @@ def limit_cores(namespace: Namespace, cluster: str, cores: str) -> None:
     namespace.kubectl("patch", "deployment", deployment, "--patch", json.dumps(patch))
 
 
-def test_a_worker_with_half_the_cores_is_named_and_left_out(
+def test_a_worker_with_a_third_of_the_cores_is_named_and_left_out(
     endless: Driver, namespace: Namespace
 ) -> None:
     driver = endless
     (cluster,) = namespace.clusters()
     before = {pod["metadata"]["name"] for pod in driver.pods("worker")}
-    limit_cores(namespace, cluster, "300m")
+    # Not half of them: on a busy machine no worker has all of its cores, and each is measured once.
+    limit_cores(namespace, cluster, "200m")
 
     def named() -> list[dict[str, Any]]:
         """What the check has said of the limited pod. A busy machine may say it of others."""
@@ -460,7 +461,7 @@ def test_a_worker_with_half_the_cores_is_named_and_left_out(
 
     slow = eventually(named, 400, "the limited pod is named")[0]
     assert slow["probe"].startswith("cores")
-    assert 0.25 < slow["rate"] / slow["median"] < 0.7
+    assert 0.15 < slow["rate"] / slow["median"] < 0.6
 
     def without_it() -> list[dict[str, Any]]:
         """The last five steps since the gang went on without the node."""
@@ -519,13 +520,15 @@ def test_a_drained_scheduler_costs_no_step_and_a_deleted_driver_leaves_a_checkpo
 
 @pytest.fixture(scope="module")
 def helm() -> str:
-    """The path of Helm's program, built with Go if there is none."""
+    """The path of Helm's program. If there is none, it is built with Go, which takes minutes on all
+    cores: only where tests may build programs and images.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     cache = home / "flyte-ddp" / f"helm-{HELM}"
     if (found := shutil.which("helm")) or (cache / "helm").exists():
         return found or str(cache / "helm")
-    if not shutil.which("go"):
-        pytest.skip("neither helm nor go, which builds it, is on the path")
+    if not os.environ.get("FLYTE_DDP_TEST_BUILDER") or not shutil.which("go"):
+        pytest.skip("helm is not on the path; with FLYTE_DDP_TEST_BUILDER and Go it is built")
     build = ("go", "install", f"helm.sh/helm/v3/cmd/helm@{HELM}")
     subprocess.run(build, env={**os.environ, "GOBIN": str(cache)}, check=True)
     return str(cache / "helm")
