@@ -379,6 +379,7 @@ def parts(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "mds", "parquet"])
+@pytest.mark.long
 def test_of_a_shard_in_a_store_the_parts_that_are_read_are_fetched(kind, parts, bucket, cache, s3):  # noqa: F811
     tree, _ = make_tree(kind)
     put(bucket, tree)

@@ -197,6 +197,7 @@ def test_the_reference_of_recipes_names_all_that_one_may_define():
     assert not {name for name in dir(Recipe) if not name.startswith("_")} - named
 
 
+@pytest.mark.long
 def test_the_task_of_ones_own_trains(tmp_path, monkeypatch):
     from flyte_ddp.flyte.inputs import TrainingOverrides
 

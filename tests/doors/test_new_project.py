@@ -252,6 +252,7 @@ def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
     assert ">finished<" in page
 
 
+@pytest.mark.long
 def test_the_plugin_loads_nothing_that_it_does_not_use(core, tmp_path):
     program = """
 import sys

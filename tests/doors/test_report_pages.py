@@ -92,6 +92,7 @@ def test_a_number_in_a_note_of_a_tile_is_not_broken_from_its_unit():
     assert "12.5\u00a0% of 2,000\u00a0steps" in TilePage(1).render_fragment()
 
 
+@pytest.mark.long
 def test_the_deck_in_flytes_own_page_shows_the_report(chromium: Look, tmp_path: Path):
     fragment = PAGES["finished"]().render_fragment()
     page = get_deck_template().substitute(

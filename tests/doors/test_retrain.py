@@ -165,6 +165,7 @@ def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_
     assert store.manifest().parent_metrics == judged.champion
 
 
+@pytest.mark.long
 def test_the_page_of_a_retraining_compares_its_night_with_the_nights_before(store, make):
     losses = [0.41, 0.40, 0.42, 0.41, 0.43, 0.41, 0.40, 0.58]
     for day, loss in enumerate(losses, 1):

@@ -103,6 +103,7 @@ def listening_addresses() -> set[tuple[str, int]]:
     }
 
 
+@pytest.mark.long
 def test_a_local_cluster_listens_to_this_machine_alone() -> None:
     before = listening_addresses()
     with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run"):

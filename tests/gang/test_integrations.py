@@ -417,6 +417,7 @@ def test_what_lightning_logs_is_reported():
     assert {each["rare"] for each in listener.metrics if "rare" in each} == {0.0, 1.0}
 
 
+@pytest.mark.long
 def test_the_trainers_own_times_and_counts_are_no_figures_of_the_run(monkeypatch):
     require("transformers")
     from flyte_ddp.integrations import transformers

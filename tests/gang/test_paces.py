@@ -48,7 +48,7 @@ def check(found, phase, caplog):
 def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(
     short, caplog, tmp_path, monkeypatch, phase
 ):
-    monkeypatch.setenv("SLOW", f"{phase} 1 2")
+    monkeypatch.setenv("SLOW", f"{phase} 1 4")
     run = new_run(tmp_path, "tests.support.slow_recipes.Slow").train(2)
     check([each for each in run.events if isinstance(each, StragglersFound)], phase, caplog)
 

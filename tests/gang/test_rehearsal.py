@@ -64,7 +64,7 @@ def rehearse(directory, *arguments, command=("-m", "flyte_ddp", "rehearse")):
     return done.returncode, done.stdout or done.stderr
 
 
-@pytest.mark.long  # 30 s
+@pytest.mark.slow
 def test_a_script_that_resumes_is_right_under_every_fault(tmp_path):
     script = REPOSITORY / "examples/scripts/ddp.py"
     code, printed = rehearse(tmp_path, "--json", str(script), "--epochs", "2")
@@ -77,7 +77,7 @@ def test_a_script_that_resumes_is_right_under_every_fault(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long  # 20 s
+@pytest.mark.long
 def test_mistakes_are_named_with_their_lines(tmp_path):
     (tmp_path / "careless.py").write_text(CARELESS)
     code, printed = rehearse(tmp_path, "--json", "careless.py", "{outputs}")
@@ -98,7 +98,7 @@ def test_mistakes_are_named_with_their_lines(tmp_path):
 @pytest.mark.parametrize(
     "titles",
     [
-        pytest.param(["average lost", "norm"], marks=pytest.mark.long, id="some"),
+        pytest.param(["average lost", "norm"], marks=pytest.mark.slow, id="some"),
         *(pytest.param([title], marks=pytest.mark.slow, id=title) for title in VARIANTS),
     ],
 )

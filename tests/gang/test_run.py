@@ -487,6 +487,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT"])
+@pytest.mark.long
 def test_a_script_that_does_not_ask_gets_the_signal_itself_as_under_torchrun(name, tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
     number = signal.Signals[name]

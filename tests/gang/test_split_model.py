@@ -105,6 +105,7 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     }
 
 
+@pytest.mark.long
 def test_weights_stay_gathered_between_the_micro_batches_of_a_step(inside):
     first, *others = inside["split"]
     assert first  # the look at the layers has left nothing gathered

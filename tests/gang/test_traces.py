@@ -14,6 +14,7 @@ from tests.support.collector import attributes, open_collector
 from tests.support.runs_that_lose_ranks import train
 
 
+@pytest.mark.long
 def test_the_spans_of_a_run_with_a_killed_rank_add_up_to_its_report(tmp_path, monkeypatch):
     report = Report()
     with open_collector() as collector:

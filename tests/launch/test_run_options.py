@@ -98,6 +98,7 @@ def test_every_flag_is_read_from_its_variable_and_the_command_line_wins(monkeypa
                 assert getattr(parse(flag, "other"), name) == "other", name
 
 
+@pytest.mark.long
 def test_a_program_of_any_kind_runs_also_by_variables_and_its_exit_code_counts(
     tmp_path, monkeypatch, capfd
 ):

@@ -89,6 +89,7 @@ def find_run(uri: str, name: str) -> tuple[Any, Callable[[str], list[int]]]:
     ]
 
 
+@pytest.mark.long
 def test_all_attempts_are_one_run_without_double_points(files: str) -> None:
     options: dict[str, Any] = {"say": print, "config": {"sweep": {"lr": 0.1}, "a b=c/../é": 1}}
     replay(
@@ -215,6 +216,7 @@ def test_events_beyond_the_bound_of_the_queue_end_the_recording(
     assert "TimeoutError: it is 4 events behind" in lines[0]
 
 
+@pytest.mark.long
 def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text(f'tracking = "mlflow"\n{Path("settings.toml").read_text()}')

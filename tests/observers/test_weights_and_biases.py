@@ -323,6 +323,7 @@ print("goes on")
 """  # noqa: E501
 
 
+@pytest.mark.long
 def test_a_silent_server_delays_neither_the_end_nor_the_exit(
     tmp_path: Path, server: WandbServer
 ) -> None:

@@ -138,6 +138,7 @@ def register_here(monkeypatch, capsys, *arguments):
     return " ".join(map(str, commands[0])), capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_registration_shows_each_field(project, monkeypatch, capsys):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

@@ -241,6 +241,7 @@ def values_without_io(module, imported, in_function):
     return "protocol/ holds values" if is_bound and _within(imported, DOES_IO) else ""
 
 
+@pytest.mark.long
 def test_no_files_import_each_other_in_a_circle():
     """Neither at the top, nor inside functions, nor for type checkers alone."""
     arrows = {}

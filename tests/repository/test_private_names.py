@@ -112,6 +112,7 @@ def private_functions(tree):
                 yield called.attr
 
 
+@pytest.mark.long
 def test_tests_use_no_private_function_of_a_module():
     found = {}
     for folder in ("tests", "benchmarks"):

@@ -237,6 +237,7 @@ def test_a_config_is_checked_where_its_training_starts(machine, server, values):
     assert server.requests == []
 
 
+@pytest.mark.long
 def test_no_place_that_tpe_draws_is_used(machine, server):
     option = "recipe_options.pretrained"
     (drawn,) = build_trials("text", {}, [{option: ""}])

@@ -487,6 +487,7 @@ def axes_of(panel):
     return axes
 
 
+@pytest.mark.long
 def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
     grid = {"learning_rate": RANGE, "optimizer": ["sgd", "adam"], "global_batch_size": [32]}
     title, meaning, panels = metric_panels(made_up_runs(grid, 30))
