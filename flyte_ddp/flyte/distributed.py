@@ -31,6 +31,7 @@ from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.pods import make_driver_options, make_rank_options, read_pod_sizes
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
 from flyte_ddp.flyte.task import limited_urls, open_task_run
+from flyte_ddp.launch.arguments import name_arguments
 from flyte_ddp.launch.distributed import Distributed as Distributed
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Program
@@ -190,7 +191,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             name=attribute,
             call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
-            named_arguments=_list_primitives(inputs),
+            named_arguments=name_arguments(self.task_function, (), _list_primitives(inputs)),
             logging=CallerLogging.read(),
             needs=Needs(config.stall_timeout, variables=variables, max_cost=config.max_cost),
         )

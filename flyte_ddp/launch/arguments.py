@@ -20,15 +20,15 @@ def name_arguments(
 ) -> dict[str, Any]:
     """Return the plain arguments of a call by the names of the parameters, with defaults.
 
-    Left out are values that JSON does not have, such as tensors, and long ones. A dataclass and a
-    namespace become the dict of their fields.
+    Arguments may be missing. Left out are values that JSON does not have, such as tensors, and long
+    ones. A dataclass and a namespace become the dict of their fields.
     """
     if isinstance(function, functools.partial):
         given = {**function.keywords, **keywords}
         return name_arguments(function.func, (*function.args, *arguments), given)
     try:
         signature = inspect.signature(function)
-        bound = signature.bind(*arguments, **keywords)
+        bound = signature.bind_partial(*arguments, **keywords)
     except (TypeError, ValueError):  # The call itself says what is wrong with it.
         return {}
     bound.apply_defaults()

@@ -24,6 +24,9 @@ def train(learning_rate, epochs=3, *rest, schedule="cosine", **more):
     """A function with parameters of all kinds."""
 
 
+DEFAULTS = {"epochs": 3, "rest": [], "schedule": "cosine"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "keywords", "expected"),
     [
@@ -55,7 +58,9 @@ def train(learning_rate, epochs=3, *rest, schedule="cosine", **more):
             {"schedule": Options, "text": "x" * MAX_LENGTH},
             {},
         ),
-        ((), {}, {}),  # The call will fail.
+        ((), {}, DEFAULTS),
+        ((), {"learning_rate": 1, "other": 2}, {"learning_rate": 1, "other": 2, **DEFAULTS}),
+        ((1, 2), {"epochs": 3}, {}),  # The call will fail.
     ],
 )
 def test_plain_arguments_have_the_names_of_their_parameters(arguments, keywords, expected):
