@@ -100,10 +100,10 @@ LONG = $(shell grep -rl --include='test_*.py' 'mark\.long' tests | sort)
 
 .PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes drills test-flyte test-flyte2 lint audit format bench bench-gpu soak sbom wheel requirements
 
-test: $(TESTED)  ## the tests that need nothing but this machine, in twelve minutes on two cores
+test: $(TESTED)  ## the quick tests, which need nothing but this machine
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
 
-test-long: $(TESTED)  ## the next longest tests, in ten minutes: losses, several nodes, outages
+test-long: $(TESTED)  ## the tests above three seconds of processor time: losses, several nodes, outages
 	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow' $(LONG)
 
 test-all: $(TESTED)  ## also these and the slow ones
