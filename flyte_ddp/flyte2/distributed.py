@@ -31,6 +31,7 @@ from flyte_ddp.launch import distributed
 from flyte_ddp.launch.run import Gang, function_program
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.project.admission import load_allowed
+from flyte_ddp.project.settings import SETTINGS
 from flyte_ddp.storage import check_places
 from flyte_ddp.task_run.distributed import (
     check_reachable,
@@ -39,12 +40,10 @@ from flyte_ddp.task_run.distributed import (
     find_variables,
     run_function,
 )
+from flyte_ddp.task_run.process import KEYS
 
 # beginnings of the variables that describe a process's action and its store
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "ACTION_NAME")
-
-# A cluster's pods get only the sizes of a task: CPUs, memory, shared memory and the number of GPUs.
-NOT_FOR_RANKS = ("pod_template", "secrets")
 
 
 @dataclass
@@ -149,7 +148,15 @@ class DistributedTask(MainThreadTask):
             return cloudpickle.loads(value)
 
     def _list_lost_options(self, resources: flyte.Resources) -> list[str]:
-        lost = [name for name in NOT_FOR_RANKS if getattr(self, name, None)]
+        """Return the given options that do not reach the ranks' pods: these get only CPUs, memory,
+        shared memory and the number of GPUs.
+        """
+        lost = []
+        if self.pod_template and self.pod_template != make_driver_template():
+            lost.append("pod_template")
+        # The tracker's key is meant for the driver alone.
+        if any(getattr(each, "as_env_var", "") not in KEYS for each in self.secrets or ()):
+            lost.append("secrets")
         device = resources.get_device()
         if device and device.device not in (None, "", "GPU"):
             lost.append(f"the kind of GPU, {device.device}")
@@ -168,6 +175,11 @@ class DistributedTask(MainThreadTask):
         files = [name for name, kind in kinds.items() if contains_files(kind)]
         place = "raw-data-path", flyte.ctx().raw_data_path.path
         check_reachable(gang, urls, files, place)
+
+
+def make_driver_template() -> flyte.PodTemplate:
+    """Return the template of a driver's pod, which has time for a last checkpoint."""
+    return flyte.PodTemplate().with_termination_grace_period(SETTINGS.termination_grace)
 
 
 def read_url(value: Any) -> str | None:

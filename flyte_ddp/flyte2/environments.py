@@ -10,7 +10,7 @@ import flyte
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.code.source_code import find_project
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte2.distributed import Distributed
+from flyte_ddp.flyte2.distributed import Distributed, make_driver_template
 from flyte_ddp.flyte2.task import OnMainThread
 from flyte_ddp.process.devices import REQUESTED_VARIABLE
 from flyte_ddp.project.admission import IMAGE_VARIABLE
@@ -69,8 +69,7 @@ def environment(
         shared_memory = f"{size.shared_memory_gib}Gi"
     # Flyte 2.0.43 does not give a task with a template the start of its run.
     if options.get("plugin_config", config):
-        grace = SETTINGS.termination_grace
-        template = flyte.PodTemplate().with_termination_grace_period(grace)
+        template = make_driver_template()
     image = options.get("image", SETTINGS.image or "auto")
     if isinstance(image, str) and image != "auto":
         environment_variables[IMAGE_VARIABLE] = image

@@ -467,6 +467,13 @@ def write_in_pods(directory: Dir) -> list[File]:
 def placed() -> int:
     return 0
 
+key = flyte.Secret("key", as_env_var="KEY")
+with_key = flyte2.environment("key", SIZE, flyte2.Distributed(nnodes=2, **pods), secrets=[key])
+
+@with_key.task
+def keyed() -> int:
+    return 0
+
 def read_in_a_pod():
     import flyte_ddp.flyte2.distributed as distributed
     here, distributed.is_local = distributed.is_local, lambda: False
@@ -495,7 +502,8 @@ tell(lambda: flyte2.train("digits"))
 tell(lambda: flyte2.environment("other", SIZE, object()))
 tell(lambda: env.task(later))
 print("read", flyte.run(read, files=FILES).outputs().o0)
-print("lost", placed.lost_options, read_in_pods.lost_options, read.lost_options)
+lost = [each.lost_options for each in (placed, keyed, read_in_pods, read)]
+print("lost", *lost)
 tell(read_in_a_pod)
 tell(lambda: flyte.run(read_in_pods, directory=Dir(path="/tmp/files")))
 tell(lambda: flyte.run(write_in_pods, directory=Dir(path="s3://bucket/files")))
@@ -526,7 +534,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
         "champion: expected one of allowed.urls",
         "env: expected a task of flyte_ddp.flyte2.environment, which runs on the main thread",
     )
-    assert "lost ['pod_template'] [] ()\n" in output
+    assert "lost ['pod_template'] ['secrets'] [] ()\n" in output
     assert "read 1\n" in output  # a run of one's own may read any file
     assert len(said) == len(wanted)
     for text, line in zip(wanted, said, strict=True):
