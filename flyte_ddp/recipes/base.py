@@ -376,9 +376,8 @@ class Recipe:
 
         Example:
             def tokens_per_sample(self):
-                # The length of the rows that `Packed` makes.
-                length = 512
-                return length
+                # The rows of `Packed` have a fixed length.
+                return 512
         """
         return 0
 
