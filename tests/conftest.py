@@ -7,8 +7,10 @@ import gc
 import json
 import multiprocessing.util
 import os
+import random
 import shutil
 import tempfile
+import time
 import uuid
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,6 +24,10 @@ from tests.support.checkout import build_wheel
 from tests.support.runs import fork_functions, new_run
 
 OUTSIDE = Path(__file__).parent / "outside"  # tests that need a service or a device
+
+# Seconds since 1970 after which no further test begins: `.ci/run` has a limit of time.
+UNTIL = float(os.environ.get("FLYTE_DDP_TEST_UNTIL") or "inf")
+NO_TIME = "no time was left for it"
 
 MARK = "STARTED_BY_TESTS"  # an environment variable of this process and all that it starts
 
@@ -96,6 +102,34 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(
             f"expected mark.long in each file with such tests, got none in {', '.join(missed)}"
         )
+    if UNTIL < float("inf"):
+        shuffle_files(items)
+
+
+def shuffle_files(items):
+    """Order the files by chance, so that not always the same ones are left without time. All
+    processes of one session agree on the order.
+    """
+    chance = random.Random(UNTIL)
+    files = list(dict.fromkeys(item.path for item in items))
+    chance.shuffle(files)
+    places = {file: place for place, file in enumerate(files)}
+    items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start anything
+def pytest_runtest_setup():
+    if time.time() > UNTIL:
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many tests did not begin."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    left_out = sum(NO_TIME in reason for reason in reasons)
+    if left_out:
+        ran = sum(len(terminalreporter.stats.get(each, ())) for each in ("passed", "failed"))
+        terminalreporter.write_line(f"!!! {left_out} tests NOT run beside {ran}: {NO_TIME} !!!")
 
 
 @pytest.hookimpl(wrapper=True)

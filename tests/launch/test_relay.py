@@ -14,7 +14,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.launch.control.states import Departure
 from flyte_ddp.launch.nodes.dask import calls, discovery, nodes, relay
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode
-from flyte_ddp.launch.protocol.messages import Beat, End, Failed, Outcome
+from flyte_ddp.launch.protocol.messages import Beat, End, Failed, Go, Outcome, Stop
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 
 LOSS = {"action": "remove-worker", "worker": "b"}
@@ -241,6 +241,42 @@ def test_no_node_is_lost_while_others_take_their_jobs_in_line_before_it(gang):
     received = gang.receive(2.0, event("a", Beat(1)))
     assert [index for index, _ in received] == [0, 1, 1]
     assert "did not take its job within 10 s" in str(received[1][1].failure)
+
+
+def test_of_many_nodes_one_may_wait_longer_for_its_job(gang, monkeypatch):
+    monkeypatch.setattr(gang, "nodes", [*gang.nodes, *[dead_node()] * 1022])
+    assert gang.receive(1.0, {"admitted": True, "worker": "a"}) == []
+    assert gang.receive(nodes.ANSWER_TIMEOUT + 10.0) == []
+    received = gang.receive(nodes.ANSWER_TIMEOUT + 10.0)
+    assert [index for index, _ in received] == [1, 1]
+
+
+def dead_node():
+    return SimpleNamespace(outcome=Outcome.FAILED)
+
+
+def test_a_command_is_repeated_every_second_until_all_have_it_and_rarely_while_they_train(
+    gang, monkeypatch
+):
+    sent = []
+    monkeypatch.setattr(
+        gang.client.loop, "add_callback", lambda *arguments: sent.append(arguments[-1])
+    )
+    gang.send(Go())
+    beats = [event("b", Beat(1)), event("a", Beat(1))]
+
+    def count(seconds, *batch):
+        sent.clear()
+        for _ in range(seconds):
+            gang.receive(1.0, *batch)
+        return len(sent)
+
+    assert count(5, beats[0]) == 5  # node 0 has not started yet
+    gang.receive(1.0, *beats)
+    limit = gang.config.node_timeout
+    assert limit / 5 <= 20 / count(20, *beats) <= limit / 3
+    gang.send(Stop("SIGTERM", 30.0))
+    assert count(5, *beats) == 5
 
 
 def test_a_batch_has_messages_of_many_nodes_and_silence_is_noticed_as_before(gang):

@@ -7,7 +7,7 @@ class here, a line in the table, and a `case` where it arrives.
 | message     | sender        | receiver      | when                                               |
 |-------------|---------------|---------------|----------------------------------------------------|
 | `NodeJob`   | driver        | agent         | an attempt begins elsewhere, or may soon           |
-| `Go`        | driver        | agent         | every second until another command: it is there    |
+| `Go`        | driver        | agent         | every 1 to 4 s until another command: it is there  |
 | `Stop`      | driver, agent | agent, rank   | ranks have to save their state and end             |
 | `Inspect`   | driver, agent | agent, rank   | where is each rank? Nothing moves, or a user asks  |
 | `Profile`   | driver, agent | agent, rank   | a user asks for a profile of a rank's next steps   |

@@ -5,8 +5,8 @@ in it (worker.py, agent/main.py). The messages of these processes come back as D
 events, which the scheduler passes on in batches (relay.py).
 
 A silent machine is the hard case: its connections stay open and nobody reports it. So both sides
-send heartbeats every second, and each takes the other for lost after `node_timeout`. A driver that
-has lost a node ends the others; a node that has lost its driver kills its own ranks.
+send heartbeats, and each takes the other for lost after `node_timeout`. A driver that has lost a
+node ends the others; a node that has lost its driver kills its own ranks.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ from flyte_ddp.launch.protocol.programs import Job
 # machine imports slowly
 START_TIMEOUT = 60.0
 RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
+# further seconds for each node of the gang until one that has not taken its job counts as lost
+JOB_SECONDS = 0.02
+GO_BEATS = 5  # within `node_timeout`, while all nodes train: each costs the scheduler a message
 WORKER_LOG_LINES = 15  # lines of the log of a lost worker's pod in the error
 
 
@@ -78,6 +81,7 @@ class DaskNodes(Nodes):
     _began_at: float = 0.0  # seconds since the epoch
     _name: str = ""  # name of the attempt and of the topic of its messages
     _command: bytes = b""
+    _is_go: bool = False  # no node needs to do anything about the command
     _next_command_at: float = 0.0
     _admitted_at: float = 0.0  # monotonic: when a node last took its job
     _next_look_at: float = 0.0  # monotonic: when to look again for nodes without messages
@@ -159,7 +163,8 @@ class DaskNodes(Nodes):
         for node in self.nodes[len(self._futures) :]:
             node.end = End(Outcome.FAILED)  # the node was never started
         self._command, self._next_command_at = pickle.dumps(command), 0.0
-        if isinstance(command, Go):  # the job has just shown that the driver is there
+        self._is_go = isinstance(command, Go)
+        if self._is_go:  # the job has just shown that the driver is there
             self._next_command_at = time.monotonic() + BEAT_INTERVAL
         self._repeat_command()
 
@@ -245,10 +250,15 @@ class DaskNodes(Nodes):
         return answers
 
     def _repeat_command(self) -> None:
-        """Send the current command to every node, about every second: a lost one is repeated."""
+        """Send the current command to every node, about every second: a lost one is repeated. Nodes
+        that all train only need to know that the driver is there.
+        """
         if time.monotonic() < self._next_command_at:
             return
-        self._next_command_at = time.monotonic() + BEAT_INTERVAL
+        interval = BEAT_INTERVAL
+        if self._is_go and all(node.is_started or node.outcome for node in self.nodes):
+            interval = max(BEAT_INTERVAL, self.config.node_timeout / GO_BEATS)
+        self._next_command_at = time.monotonic() + interval
         # Without waiting: a scheduler that does not answer must not delay the driver.
         self.client.loop.add_callback(send_command, self.client, self.plugin, self._command)
 
@@ -288,7 +298,8 @@ class DaskNodes(Nodes):
             return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
         # A thousand nodes take their jobs in line, for longer than one may take.
         since_others = time.monotonic() - self._admitted_at
-        if not node.is_admitted and min(silence, since_others) > ANSWER_TIMEOUT:
+        patience = ANSWER_TIMEOUT + JOB_SECONDS * len(self.nodes)
+        if not node.is_admitted and min(silence, since_others) > patience:
             return f"it does not answer: it did not take its job within {silence:.0f} s"
         if not node.is_started and silence > max(limit, START_TIMEOUT):
             return f"its agent has not started within {silence:.0f} s"
