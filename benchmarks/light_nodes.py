@@ -1,18 +1,17 @@
 """Nodes for benchmarks.many_nodes, many to a process: `python -m benchmarks.light_nodes ADDRESS
 NAME...` runs a Dask worker for each name.
 
-The workers, their plugins and the links of their agents to the driver are the product's own. An
-agent is threads, and its rank is a counter of steps, which meets the other ranks in a real
-rendezvous.
+The workers, their plugins and what their agents send are the product's own. The ranks of a node are
+a counter of steps, which meets the other ranks in a real rendezvous.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import pickle
+import queue
 import socket
 import sys
 import tempfile
@@ -20,13 +19,11 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from flyte_ddp.config.waits import POLL_INTERVAL
+from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.events import NodeMeasured, Reported
-from flyte_ddp.launch.agent.main import DriverLink
+from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.nodes.dask.worker import Agent
 from flyte_ddp.launch.protocol.messages import (
     PHASES,
@@ -55,10 +52,10 @@ _meetings = ThreadPoolExecutor(START_THREADS)
 class FakeRank:
     """The ranks of one node in one attempt: a counter of steps for each."""
 
-    def __init__(self, job: NodeJob, link: DriverLink, listener: socket.socket | None) -> None:
+    def __init__(self, job: NodeJob, link: Link, listener: socket.socket | None) -> None:
         self.ranks, self.link, self.listener = job.ranks, link, listener
         self.begun_at = time.monotonic()
-        self.looked_at = 0.0
+        self.looked_at = self.beat_at = 0.0
         self.measured_at = self.begun_at
         self.store: Any = None
         self.meeting: Future[None]
@@ -90,6 +87,9 @@ class FakeRank:
         if stop.is_set():
             self._end(stop.reason, stop.is_urgent)
             return False
+        if now - self.beat_at >= BEAT_INTERVAL:
+            self.beat_at = now
+            self.link.send(self.link.beat)
         if now - self.looked_at < REPORT_INTERVAL or not self.meeting.done():
             return True
         self.meeting.result()
@@ -117,13 +117,48 @@ class FakeRank:
         self.link.send(End(outcome, reason, parts))
 
 
+class Pipe:
+    """The connection of a worker to its agent, which is in this process, and the agent's link to
+    the driver. No thread belongs to it: with several for each node, some would wait for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._link: Link | None = None
+
+    def begin(self, job: NodeJob, listener: socket.socket | None) -> None:
+        self._link = link = Link(self._put)
+        link.check = functools.partial(_answer, link, job.ranks.node_rank)
+        _running.append(FakeRank(job, link, listener))
+
+    def send_bytes(self, command: bytes) -> None:
+        if self._link and not self._link.is_over.is_set():
+            self._link.obey(pickle.loads(command))
+
+    def recv_bytes(self) -> bytes:
+        message = self._messages.get()
+        if message is None:
+            raise EOFError
+        return message
+
+    def close(self) -> None:
+        if self._link and not self._link.is_over.is_set():
+            self._link.kill_ranks("the worker is gone")
+        self._messages.put(None)
+
+    def _put(self, message: Any) -> None:
+        self._messages.put(pickle.dumps(message))
+        if isinstance(message, End):
+            self._messages.put(b"")  # as a real agent
+
+
 class _Process:
     """The process of an agent, which is none."""
 
     pid = os.getpid()
     returncode: int | None = None
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Pipe) -> None:
         self._connection = connection
 
     def poll(self) -> int | None:
@@ -135,8 +170,7 @@ class _Process:
 
     def kill(self) -> None:
         self.returncode = 0
-        with contextlib.suppress(OSError):
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 class LightAgent(Agent):
@@ -144,35 +178,19 @@ class LightAgent(Agent):
 
     @classmethod
     def start(cls, directories: Sequence[str], outputs: str) -> LightAgent:
-        connection, ours = Pipe()
-        threading.Thread(target=_serve, args=(ours,), daemon=True).start()
-        return cls(_Process(ours), connection)
+        connection = Pipe()
+        return cls(_Process(connection), connection)
+
+    def begin(self, job: bytes, listener: socket.socket | None) -> None:
+        if listener:
+            listener = listener.dup()
+        self.connection.begin(pickle.loads(job), listener)
 
     def end(self) -> None:
         self.process.kill()
-        self.connection.close()
 
 
-def _serve(connection: Connection) -> None:
-    """Begin an attempt for each job, and pass on the commands that follow it."""
-    link = None
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            message = pickle.loads(connection.recv_bytes())
-            if isinstance(message, NodeJob):
-                listener = None
-                if message.ranks.first_rank == 0:
-                    listener = socket.socket(fileno=recv_handle(connection))
-                link = DriverLink(connection, message.driver_timeout)
-                link.check = functools.partial(_answer, link, message.ranks.node_rank)
-                _running.append(FakeRank(message, link, listener))
-            elif link and not link.is_over.is_set():
-                link.obey(message)
-    if link and not link.is_over.is_set():
-        link.kill_ranks("the worker is gone")
-
-
-def _answer(link: DriverLink, index: int, check: Check) -> None:
+def _answer(link: Link, index: int, check: Check) -> None:
     """Answer a question of the node check."""
     links: dict[int, float] = {}
     if check.addresses:

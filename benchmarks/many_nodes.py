@@ -5,7 +5,8 @@ The driver and the Dask scheduler are real, and so are the messages between them
 agents. The nodes are light (benchmarks/light_nodes.py): Dask workers that share a few processes.
 Each has an agent with counters in place of ranks. Its heartbeats, its measurements, the start of an
 attempt and the end of one with the list of the states in its memory are those of a real one, and
-the first node reports a step each second. The last node is a process of its own, which is killed.
+the first node, where all meet, reports a step each second. It is a process of its own, and so is
+the last one, which is killed.
 
 The CPU time of the driver and of the scheduler is measured, because the nodes take the same cores.
 """
@@ -129,7 +130,7 @@ def run_nodes(num_nodes: int) -> Iterator[tuple[Nodes, subprocess.Popen[bytes]]]
     names = [f"light-{index}" for index in range(num_nodes)]
     groups = [
         names[start : min(start + NODES_PER_PROCESS, num_nodes - 1)]
-        for start in range(0, num_nodes - 1, NODES_PER_PROCESS)
+        for start in range(1, num_nodes - 1, NODES_PER_PROCESS)
     ]
     with tempfile.TemporaryDirectory(prefix="many-nodes-") as directory:
         nodes = Nodes(Path(directory), environment)
@@ -141,7 +142,7 @@ def run_nodes(num_nodes: int) -> Iterator[tuple[Nodes, subprocess.Popen[bytes]]]
                 stdin=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            for group in (*groups, names[-1:])
+            for group in (names[:1], *groups, names[-1:])
         ]
         try:
             yield nodes, processes[-1]
