@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import pickle
 import queue
@@ -218,6 +219,7 @@ async def run_workers(address: str, names: Sequence[str]) -> None:
     from distributed import Worker
 
     dask.config.set({"distributed.admin.system-monitor.interval": MONITOR_INTERVAL})
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
     threading.Thread(target=_run_ranks, daemon=True).start()
     places = asyncio.Semaphore(START_THREADS)
     directory = tempfile.mkdtemp(prefix="light-nodes-")  # the code is unpacked there once
