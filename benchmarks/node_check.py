@@ -83,6 +83,8 @@ def call(command: str) -> None:
 @contextlib.contextmanager
 def made_nodes() -> Iterator[None]:
     """A network namespace and cgroups for each node."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        _remove_nodes()  # a run that was killed leaves them
     call(f"ip link add {BRIDGE} type bridge")
     call(f"ip link set {BRIDGE} up")
     for index in range(NUM_NODES):
@@ -96,15 +98,19 @@ def made_nodes() -> Iterator[None]:
     try:
         yield
     finally:
-        call(f"ip link del {BRIDGE}")
-        for index in range(NUM_NODES):
-            call(f"ip netns del nc-{index}")
-            for controller in ("cpu", "blkio"):
-                group = CGROUPS / controller / f"nc-{index}"
-                for thread in (group / "tasks").read_text().split():  # still serves bytes
-                    with contextlib.suppress(OSError):
-                        (CGROUPS / controller / "tasks").write_text(thread)
-                group.rmdir()
+        _remove_nodes()
+
+
+def _remove_nodes() -> None:
+    call(f"ip link del {BRIDGE}")
+    for index in range(NUM_NODES):
+        call(f"ip netns del nc-{index}")
+        for controller in ("cpu", "blkio"):
+            group = CGROUPS / controller / f"nc-{index}"
+            for thread in (group / "tasks").read_text().split():  # still serves bytes
+                with contextlib.suppress(OSError):
+                    (CGROUPS / controller / "tasks").write_text(thread)
+            group.rmdir()
 
 
 @contextlib.contextmanager
