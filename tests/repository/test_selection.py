@@ -1,13 +1,15 @@
 """Which tests pytest collects: those that need a service or a device only if they are named. Which
-files `make test-long` finds.
+files `make test-long` finds. What happens at a limit of time.
 """
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from tests import conftest
 from tests.conftest import OUTSIDE, pytest_collection_modifyitems, pytest_ignore_collect
 
 GPU = str(OUTSIDE / "gpu")
@@ -47,3 +49,40 @@ def test_a_long_test_in_a_file_that_make_test_long_does_not_find_is_refused(tmp_
         pytest_collection_modifyitems(
             [make_item("test_found.py", "long"), make_item("test_missed.py", "long")]
         )
+
+
+def test_no_test_begins_after_the_limit_and_the_last_line_counts_those(monkeypatch):
+    conftest.pytest_runtest_setup()
+    monkeypatch.setattr(conftest, "UNTIL", time.time() - 1)
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        conftest.pytest_runtest_setup()
+    lines = []
+    reports = [SimpleNamespace(longrepr=("file", 1, f"Skipped: {skipped.value}"))] * 2
+    other = SimpleNamespace(longrepr=("file", 1, "Skipped: no GPU"))
+    reporter = SimpleNamespace(
+        stats={"skipped": [*reports, other], "passed": [1, 2, 3]}, write_line=lines.append
+    )
+    conftest.pytest_terminal_summary(reporter)
+    assert lines == ["!!! 2 tests NOT run beside 3: no time was left for it !!!"]
+    lines.clear()
+    reporter.stats["skipped"] = [other]
+    conftest.pytest_terminal_summary(reporter)
+    assert lines == []
+
+
+def test_with_a_limit_files_come_in_another_order_each_time_and_stay_whole(monkeypatch):
+    names = [f"{file}::{test}" for file in "abcdefgh" for test in (1, 2)]
+    orders = set()
+    for until in (1e12, 1e12 + 1, 1e12 + 2):
+        monkeypatch.setattr(conftest, "UNTIL", until)
+        for _ in range(2):
+            items = [
+                SimpleNamespace(path=each[0], name=each, get_closest_marker=lambda name: None)
+                for each in names
+            ]
+            conftest.pytest_collection_modifyitems(items)
+            order = tuple(each.name for each in items)
+            orders.add(order)
+            assert [each[0] for each in order[::2]] == [each[0] for each in order[1::2]]
+            assert sorted(order) == names
+    assert len(orders) == 3
