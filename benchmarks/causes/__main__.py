@@ -1,8 +1,8 @@
 """Inject faults of 18 kinds, and compare what the product names and does with the truth:
 `python -m benchmarks.causes [KIND ...] [--each 3]`.
 
-It runs as root on Linux with cgroups of version 1, `ip`, `tc`, `iptables`, `ethtool` and
-libfaketime. Each node is a Dask worker with its own network, cgroups and host names. The store is
+It runs as root on Linux with cgroups of version 1, `ip`, `tc`, `iptables`, `ethtool` and a
+C compiler. Each node is a Dask worker with its own network, cgroups and host names. The store is
 an S3 server. The truth is in this process alone; the product runs in others.
 """
 

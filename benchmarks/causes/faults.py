@@ -18,21 +18,16 @@ from typing import Any
 import s3fs
 
 from benchmarks import node_check
-from benchmarks.causes.nodes import (
-    CGROUPS,
-    FAKE_TIME,
-    Cluster,
-    Store,
-    with_delay,
-    with_lost_packets,
-)
+from benchmarks.causes.nodes import CGROUPS, Cluster, Store, with_delay, with_lost_packets
 from benchmarks.causes.program import LEAK_BYTES
 from benchmarks.counting import NUM_SAMPLES
+from benchmarks.node_check import call
 
 RESTART, LEAVE, SKIP, STOP, GO_ON = "restart", "leave the node out", "skip", "stop", "go on"
 CONFIG = {"epochs": 4, "store_timeout": 30.0, "stall_timeout": 30.0, "log_interval": 2}
 OUTAGE = 4.0  # seconds
 LONG_OUTAGE = 13.0  # seconds; clients repeat requests, and remember names, for some ten
+CLOCK = Path(__file__).with_name("clock.c")
 LONG = {"epochs": 10}
 SLOW_NODES = 3  # nodes of a run whose nodes are compared: two have no median
 
@@ -228,21 +223,18 @@ def names(draw: random.Random, node: int) -> Fault:
 
 
 def clock(draw: random.Random, node: int) -> Fault:
-    step = draw.choice(["+2h", "-45m", "+400d"])
+    step = draw.choice([2 * 3600, -45 * 60, 400 * 86_400])  # seconds
 
-    def write(bench: Bench, offset: str) -> None:
+    def write(bench: Bench, offset: int) -> None:
         (bench.directory / "clock").write_text(f"{offset}\n")
 
     @contextlib.contextmanager
     def around(bench: Bench) -> Iterator[None]:
-        write(bench, "+0")
+        write(bench, 0)
+        library = bench.directory / "clock.so"
+        call(f"cc -O2 -shared -fPIC -o {library} {CLOCK} -ldl")
         bench.cluster.replace(
-            node,
-            LD_PRELOAD=FAKE_TIME,
-            FAKETIME_TIMESTAMP_FILE=str(bench.directory / "clock"),
-            FAKETIME_NO_CACHE="1",
-            FAKETIME_DONT_FAKE_MONOTONIC="1",
-            DONT_FAKE_MONOTONIC="1",
+            node, LD_PRELOAD=str(library), CLOCK_OFFSET=str(bench.directory / "clock")
         )
         bench.cluster.wait()
         try:

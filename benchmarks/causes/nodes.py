@@ -28,7 +28,6 @@ from flyte_ddp.rehearsal.faults import children, send_to_all
 HOST = f"{NETWORK}.100"  # address of the scheduler, the driver and the store
 NAME = "store.test"
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "k", "AWS_DEFAULT_REGION": "us-east-1"}
-FAKE_TIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 # in the node's network: cgroups, and a file of host names of its own
 ENTER = """
 for each in cpu blkio memory; do echo $$ > /sys/fs/cgroup/$each/nc-$0/tasks; done
