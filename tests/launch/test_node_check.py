@@ -164,6 +164,19 @@ def test_a_node_is_named_when_it_is_slow_twice(check, caplog):
     assert "node 2 is slow" in caplog.text
 
 
+def test_a_network_on_which_no_byte_arrives_in_time_is_no_measure(check, tmp_path):
+    one, gang, found = check(2)
+    gang.answer(one, 4.0, 4.0)
+    one.look()
+    for node in gang.nodes:
+        one.take(node, Checked(2, {}, {1 - node.index: 0.0}, [], ("127.0.0.1", 1), "A"))
+    one.look()
+    assert not found
+    while not (files := list(tmp_path.glob("node-rates-*.json"))):
+        time.sleep(0.01)
+    assert json.loads(files[0].read_text()) == {"cores (A)": 4.0}
+
+
 def test_a_node_that_is_slow_once_is_not_named_and_problems_are_one_line(check, caplog):
     one, gang, found = check(3)
     gang.answer(one, 4.0, 4.0, 2.0, problems=("disk: OSError: full", "cores: none"))
@@ -284,6 +297,23 @@ def test_bytes_that_are_cut_off_by_time_still_have_a_rate():
     assert fetch(address, 1 << 20, 1.5) > 20 * SLOW
     with slow_front_of(address) as slow:
         assert SLOW / 4 < fetch(slow, 64 << 20, 0.5) < 3 * SLOW
+
+
+def test_a_neighbour_that_answers_too_late_has_the_rate_0_and_a_bad_one_does_not_hide_the_next(
+    tmp_path,
+):
+    """Under a loss of packets, a connection takes seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert fetch(silent.getsockname(), 1 << 20, 0.1) == 0.0
+        agent = NodeProbes(tmp_path, 1, "127.0.0.1", None)
+        closed, good = ("127.0.0.1", 9), start_serving("127.0.0.1")
+        answers = [
+            ask([agent], Check(2, is_machine=False, addresses=addresses))[0]
+            for addresses in ([silent.getsockname(), ("", 9), good], [closed, ("", 9), good])
+        ]
+    assert [{*each.links} for each in answers] == [{0, 2}, {2}]
+    assert answers[0].links[0] == 0.0 < answers[0].links[2]
+    assert [len(each.problems) for each in answers] == [0, 1]
 
 
 def ask(asked, check):

@@ -167,7 +167,8 @@ class NodeCheck:
             self._name(confirmed)
             return
         by_kind = _sort_by_kind(self._rates)
-        found = {kind: statistics.median_high(each.values()) for kind, each in by_kind.items()}
+        medians = {kind: statistics.median_high(each.values()) for kind, each in by_kind.items()}
+        found = {kind: median for kind, median in medians.items() if median > 0}
         logger.info("none of %d nodes is slow", len(self.nodes.nodes))
         self.nodes.reference.add(found)
 
