@@ -83,8 +83,7 @@ def call(command: str) -> None:
 @contextlib.contextmanager
 def made_nodes() -> Iterator[None]:
     """A network namespace and cgroups for each node."""
-    with contextlib.suppress(subprocess.CalledProcessError):
-        _remove_nodes()  # a run that was killed leaves them
+    _remove_nodes()  # a run that was killed leaves some
     call(f"ip link add {BRIDGE} type bridge")
     call(f"ip link set {BRIDGE} up")
     for index in range(NUM_NODES):
@@ -102,15 +101,18 @@ def made_nodes() -> Iterator[None]:
 
 
 def _remove_nodes() -> None:
-    call(f"ip link del {BRIDGE}")
+    commands = [f"ip link del {BRIDGE}"]
     for index in range(NUM_NODES):
-        call(f"ip netns del nc-{index}")
+        commands += [f"ip netns del nc-{index}", f"ip link del nc-v{index}"]
+    for command in commands:
+        subprocess.run(command.split(), stderr=subprocess.DEVNULL)
+    for index in range(NUM_NODES):
         for controller in ("cpu", "blkio"):
             group = CGROUPS / controller / f"nc-{index}"
-            for thread in (group / "tasks").read_text().split():  # still serves bytes
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                for thread in (group / "tasks").read_text().split():  # still serves bytes
                     (CGROUPS / controller / "tasks").write_text(thread)
-            group.rmdir()
+                group.rmdir()
 
 
 @contextlib.contextmanager
