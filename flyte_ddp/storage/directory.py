@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import ConfigError, FileChanged, StorageDenied, StorageUnavailable
-from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
+from flyte_ddp.storage.failures import (
+    Meaning,
+    answer,
+    classify,
+    describe,
+    is_full,
+    is_unexplained,
+    remedy_for,
+)
 from flyte_ddp.storage.file_lock import lock_file
 from flyte_ddp.storage.filesystem import CLIENTS, check_url, open_filesystem
 from flyte_ddp.storage.redaction import redact_url
@@ -345,6 +353,19 @@ class Storage:
             raise FileNotFoundError(errno.ENOENT, describe(error))
         if meaning is Meaning.DENIED:
             raise self._make_denial(error) from None
+        if is_unexplained(error):
+            self._ask_for_reason()
+
+    def _ask_for_reason(self) -> None:
+        """Raise the meaning of a refusal that came without its reason, if that is the user's
+        mistake.
+        """
+        try:
+            self.file_system.invalidate_cache()
+            self.file_system.ls(self.root)
+        except Exception as error:
+            if classify(error, has_answered=True) is Meaning.DENIED:
+                raise self._make_denial(error) from None
 
     def _make_denial(self, error: Exception) -> StorageDenied:
         return StorageDenied(

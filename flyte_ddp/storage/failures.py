@@ -157,6 +157,8 @@ def remedy_for(error: Exception, is_local: bool) -> str:
         return "give a place where this process may read and create files"
     if code in _BUCKETS:
         return "create the bucket or correct the URL"
+    if code == "ExpiredToken":
+        return "renew the keys"
     if _is_forbidden(error, status):
         requests = (getattr(cause, "operation_name", "") for cause in _causes(error))
         needed = next((f" {_PERMISSIONS[name]}" for name in requests if name in _PERMISSIONS), "")
@@ -191,6 +193,14 @@ def answer(error: BaseException) -> tuple[int, str]:
     return 0, ""
 
 
+def is_unexplained(error: BaseException) -> bool:
+    """Return whether the store refused a request without its reason. The answer to a HEAD request
+    has no body.
+    """
+    status, code = answer(error)
+    return status == 400 and code in ("", str(status))
+
+
 def _clocks_differ(error: BaseException) -> bool:
     """Return whether the store's clock, by the date of its answer, is too far from this machine's.
 
@@ -221,6 +231,9 @@ def describe(error: BaseException) -> str:
     # azure appends the whole answer to its message.
     message = redact_url(str(error).partition("Content: <")[0])
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
+    _, code = answer(error)
+    if not code.isdigit() and code not in text:
+        text = f"{text} ({code})"  # s3fs names the message alone
     for cause in _causes(error):
         if isinstance(cause, socket.gaierror) and str(cause.strerror) not in text:
             text = f"{text} ({cause.strerror})"  # botocore names the URL alone

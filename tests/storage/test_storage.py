@@ -266,6 +266,22 @@ def test_clocks_that_differ_are_waited_for(store, url, fast):
         action()
 
 
+def test_keys_that_have_expired_are_refused_at_once_also_in_an_answer_without_a_body(
+    store, url, fast, monkeypatch
+):
+    place = Storage(url)
+    place.write("a", b"1")
+    monkeypatch.setattr(store, "fault", "ExpiredToken")
+    path = place.path_of("a")
+    for action in (
+        lambda: place.write("a", b"1"),
+        lambda: place.read("a"),
+        lambda: place.retry(lambda: place.file_system.info(path, refresh=True)),  # a HEAD
+    ):
+        with pytest.raises(StorageDenied, match=r"ExpiredToken.*; renew the keys$"):
+            action()
+
+
 def test_a_value_error_of_a_stores_client_is_an_outage_in_mid_run_and_the_users_at_the_start(
     tmp_path, fast
 ):

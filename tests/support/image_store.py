@@ -75,7 +75,7 @@ class ImageStore:
         self.app = app
         self.requests = []  # (method, path, query, range, authorization)
         self.faults = defaultdict(list)
-        # every request fails with this: "unavailable", or the code of an answer with status 403
+        # every request fails with this: "unavailable", or the code of an answer of S3
         self.fault = ""
 
     def __call__(self, environ, start_response):
@@ -90,11 +90,11 @@ class ImageStore:
             )
         )
         if self.fault:
-            status, code = (
-                ("503 Unavailable", "ServiceUnavailable")
-                if self.fault == "unavailable"
-                else ("403 F", self.fault)
-            )
+            status, code = "403 F", self.fault
+            if code == "unavailable":
+                status, code = "503 Unavailable", "ServiceUnavailable"
+            elif code == "ExpiredToken":
+                status = "400 Bad Request"
             body = (
                 f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()
             )
