@@ -92,9 +92,11 @@ register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; PROJECT=,
 # The platform of the image: Debian 12's Python.
 IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
 PINS := requirements.txt requirements-dev.txt
-# Three at a time on two cores, because a test's ranks often wait. Each process more takes 30 s of processor time to import
+# Four at a time on two cores, because a test's ranks often wait. Each process more takes 30 s of processor time to import
 # all test files and what ranks need. A file's tests stay together, because they share what they started.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+# Longer tests keep the cores busy.
+PARALLEL_LONG ?= $(PARALLEL:4=3)
 # `make test-long` imports these files only.
 LONG = $(shell grep -rl --include='test_*.py' 'mark\.long' tests | sort)
 
@@ -104,7 +106,7 @@ test: $(TESTED)  ## the quick tests, which need nothing but this machine
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow'
 
 test-long: $(TESTED)  ## the tests above three seconds of processor time: losses, several nodes, outages
-	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow' $(LONG)
+	$(BIN)/python -m pytest $(PARALLEL_LONG) -m 'long and not slow' $(LONG)
 
 test-all: $(TESTED)  ## also these and the slow ones
 	$(BIN)/python -m pytest $(PARALLEL)

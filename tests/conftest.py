@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import multiprocessing.util
 import os
 import random
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(
             f"expected mark.long in each file with such tests, got none in {', '.join(missed)}"
         )
-    if UNTIL < float("inf"):
+    if math.isfinite(UNTIL):
         shuffle_files(items)
 
 

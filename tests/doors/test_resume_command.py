@@ -70,7 +70,7 @@ COMMANDS = {
     "own script": (sys.executable, "own run.py", "the 'place'"),
     "sweep": (sys.executable, "-u", "sweeps.py", "the 'place'"),
 }
-LONG = ("on the path", "as a module", "sweep")
+LONG = ("on the path", "as a module", "own script", "sweep")
 
 
 def lay_out(directory):

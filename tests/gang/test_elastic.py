@@ -41,7 +41,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     """On a cluster that somebody scales; a step takes long on one node, so that the second one is
     there in time.
     """
-    pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
+    pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "6"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
 
     seen, is_over = [], scale_up.Preparation.is_over

@@ -122,7 +122,8 @@ def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path
     assert called == sorted([*kinds, "bad"])
 
 
-@pytest.mark.parametrize("is_kept", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_kept", [False, True])
 def test_page_lines_and_table_of_a_sweep_name_a_trial_and_its_figures_alike(
     is_kept, client, tmp_path, capfd
 ):

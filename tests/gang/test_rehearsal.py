@@ -184,13 +184,8 @@ def test_a_shorter_run_has_two_epochs_of_whole_batches():
         assert 2 * length == 10 * shorter
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(pytest.param(text, marks=pytest.mark.long) for text in FAILING),
-        "open('own.txt', 'w')",
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("line", [*FAILING, "open('own.txt', 'w')"])
 def test_a_program_that_fails_by_itself_is_refused_in_one_line(tmp_path, line):
     (tmp_path / "own.txt").write_text("mine")
     (tmp_path / "train.py").write_text(line)

@@ -311,6 +311,7 @@ def mean_batches(shards, rank, world_size, size):
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_recipe_counts_the_samples_that_it_ignores_at_any_number_of_ranks(data_workers, tmp_path):
     states, losses = [], []
@@ -386,6 +387,7 @@ def test_held_out_shards_keep_their_order(tmp_path):
     assert [int(row[0]) for rows, _ in found for row in rows] == list(range(100))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_of_a_recipe_on_shards_changes_nothing(data_workers, tmp_path):
     states = []

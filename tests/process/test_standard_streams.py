@@ -42,14 +42,10 @@ def open_stream(state: str, stack: contextlib.ExitStack) -> tuple[int, int]:
     return ends
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("output", "error"),
-    [
-        (CLOSED, FULL),
-        pytest.param(BROKEN, HUNG_UP, marks=pytest.mark.long),
-        pytest.param(HUNG_UP, BROKEN, marks=pytest.mark.long),
-        pytest.param(FULL, CLOSED, marks=pytest.mark.long),
-    ],
+    [(CLOSED, FULL), (BROKEN, HUNG_UP), (HUNG_UP, BROKEN), (FULL, CLOSED)],
 )
 def test_a_training_ends_well_without_its_streams(output, error, tmp_path):
     closed = [number for number, state in enumerate((CLOSED, output, error)) if state == CLOSED]

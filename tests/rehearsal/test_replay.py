@@ -45,14 +45,8 @@ def remove_state(run, step):
         file.unlink()
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel"),
-    [
-        (1, "ddp"),
-        pytest.param(2, "ddp", marks=pytest.mark.long),
-        pytest.param(2, "fsdp", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("num_ranks", "parallel"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
 def test_the_gradient_is_the_runs_to_the_bit_also_over_an_evaluation(tmp_path, num_ranks, parallel):
     """Seen by the debugger, which stops after the backward pass."""
     run = new_run(tmp_path, "tests.support.recipe_with_bad_sample.Recorded")

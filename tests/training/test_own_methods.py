@@ -82,7 +82,7 @@ def plain_loop(num_epochs=3):
     ("parallel", "num_ranks"),
     [
         ("ddp", 2),
-        ("fsdp", 2),
+        pytest.param("fsdp", 2, marks=pytest.mark.long),
         pytest.param("ddp", 1, marks=pytest.mark.long),
     ],
 )
