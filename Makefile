@@ -112,10 +112,10 @@ test-all: $(TESTED)  ## also these and the slow ones
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-docs: $(TESTED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/doors/test_docs.py tests/doors/test_example_scripts.py \
+	$(BIN)/python -m pytest tests/doors/test_examples_in_docstrings.py
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m slow -k 'not announced_loss_growth' tests/doors/test_docs.py tests/doors/test_example_scripts.py \
 	  tests/gang/test_integrations.py tests/gang/test_loader.py tests/doors/test_new_project.py tests/observers/test_mlflow.py tests/doors/test_flyte2.py tests/storage/test_stores.py \
 	  tests/storage/test_storage.py tests/checkpoints/test_ownership.py tests/promotion/test_champion.py tests/doors/test_upgrade.py
-	$(BIN)/python -m pytest tests/doors/test_examples_in_docstrings.py
 
 EMULATORS := build/emulators
 emulators: $(EMULATORS)/fake-gcs-server $(EMULATORS)/node_modules/.bin/azurite-blob  ## of Google's and Azure's stores, for the tests, which fetch them too; needs Go and npm

@@ -108,14 +108,19 @@ def pytest_collection_modifyitems(items):
 
 
 def shuffle_files(items):
-    """Order the files by chance, so that not always the same ones are left without time. All
-    processes of one session agree on the order.
+    """Order the files and the groups of tests by chance, so that not always the same ones are left
+    without time. All processes of one session agree on the order.
     """
+
+    def group_of(item):
+        group = item.get_closest_marker("xdist_group")
+        return group.args[0] if group else str(item.path)
+
     chance = random.Random(UNTIL)
-    files = list(dict.fromkeys(item.path for item in items))
-    chance.shuffle(files)
-    places = {file: place for place, file in enumerate(files)}
-    items.sort(key=lambda item: places[item.path])
+    groups = list(dict.fromkeys(map(group_of, items)))
+    chance.shuffle(groups)
+    places = {group: place for place, group in enumerate(groups)}
+    items.sort(key=lambda item: places[group_of(item)])
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures start anything
