@@ -15,7 +15,7 @@ CAUSES = {
     "slow network": "is slow: network",
     "slow rank": "is slow in ",
     "full disk": "disk of .* is full|No space left",
-    "store away": "SlowDown|ServiceUnavailable|InternalError|503",
+    "store away": "Slow ?Down|Service ?Unavailable|InternalError|503",
     "credentials": "ExpiredToken",
     "host name": "name resolution|Name or service not known|getaddrinfo",
     "stall": "no rank made progress",
