@@ -150,7 +150,7 @@ class Pipe:
     def _put(self, message: Any) -> None:
         self._messages.put(pickle.dumps(message))
         if isinstance(message, End):
-            self._messages.put(b"")  # as a real agent
+            self._messages.put(b"")  # a real agent does the same
 
 
 class _Process:

@@ -62,7 +62,7 @@ class NodeProbes:
             share = FETCH_BYTES // len(neighbours), FETCH_SECONDS / len(neighbours)
             try:
                 links[each] = fetch(check.addresses[each], *share)
-            except Exception as error:  # likewise
+            except Exception as error:  # nor may this one
                 problems.append(_in_one_line(error))
         self.send(Checked(check.number, rates, links, problems, self._address, cpu_model()))
 
