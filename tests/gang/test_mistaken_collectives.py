@@ -7,16 +7,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 
 from flyte_ddp.config.training import Needs
-from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
+from flyte_ddp.errors import FailureKind, GangLost, NodeLost, ProgramError, RankFailure
 from flyte_ddp.launch.control import stalls
+from flyte_ddp.launch.control.inspection import Inspection
+from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
 from flyte_ddp.launch.control.stalls import Suspicion, suspect
-from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
+from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, Inspected, InspectedRank
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.run import FunctionCall, Gang, returned_value, run_job
 from tests.support.errors import raises_one_line
@@ -286,3 +289,53 @@ def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, forked_f
     )
     assert sum("restart 1 of at most 3" in line for line in caplog.messages) == 1
     assert not isinstance(caught.value, GangLost)
+
+
+def stalled(number, what, silent_for=31.0):
+    """A rank that waits in collective 7, called in the user's own code."""
+    state = Group(
+        "the default group", (0, 1, 2), 7, [Collective(7, what, what.partition(" ")[0], 1.0)]
+    )
+    stack = [IN_TORCH, '  File "/home/me/job.py", line 8 in step']
+    return InspectedRank(number, 5, silent_for, stack, groups=[state])
+
+
+def test_ranks_that_wait_in_different_collectives_are_a_mistake_of_the_program():
+    ranks = [stalled(0, "barrier"), stalled(1, "broadcast of float [8]"), stalled(2, "barrier")]
+    found = stalls.judge(Suspicion(31.0), ranks, stall_timeout=30.0)
+    assert found.kind is FailureKind.EXCEPTION
+    assert found.rank == 1
+    assert str(found) == (
+        "no rank made progress for 31 s (stall_timeout: 30): the ranks are in different "
+        "collectives: ranks 0 and 2 in barrier, rank 1 in broadcast of float [8] (collective 7 of "
+        f"the default group), at job.py:8 in step. {stalls.SAME_COLLECTIVES}"
+    )
+    same = [stalled(number, "barrier") for number in range(3)]
+    assert stalls.judge(Suspicion(31.0), same, stall_timeout=30.0).kind is FailureKind.STALL
+
+
+@pytest.mark.parametrize(
+    ("silences", "is_stall"),
+    [
+        ([31.0, 31.0, 31.0], True),
+        ([0.4, 0.2, 0.3], False),
+        ([0.4, 33.0, 0.3], True),  # a node of its own stands still
+        ([0.4, None, 0.3], True),  # it never reported
+    ],
+)
+def test_a_gang_that_goes_on_while_it_is_looked_into_is_left_alone(silences, is_stall, caplog):
+    nodes = [Node(index, f"node {index}", beat=Beat(5, silent_for=30.5)) for index in range(3)]
+    gang = SimpleNamespace(nodes=nodes, world_size=3, send=lambda question: None)
+    inspection = Inspection(gang, lambda line: None)
+    program = Program("job", b"", (), needs=Needs(stall_timeout=30.0))
+    for number in (1, 2):  # the second time they have stood still again
+        assert inspection.look(program) is None
+        assert inspection.is_asking
+        for node, silent_for in zip(nodes, silences, strict=True):
+            answer = [stalled(node.index, "barrier", silent_for)]
+            inspection.take(node, Inspected(number, answer))
+        failure = inspection.look(program)
+        assert (failure is not None) is is_stall
+        if is_stall:
+            return
+    assert "no rank made progress for 30 s; now they go on" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch.control.nodes import Node, Nodes
-from flyte_ddp.launch.control.stalls import Suspicion, judge, list_stacks, suspect
+from flyte_ddp.launch.control.stalls import Suspicion, go_on, judge, list_stacks, suspect
 from flyte_ddp.launch.protocol.messages import (
     Inspect,
     Inspected,
@@ -21,6 +22,8 @@ from flyte_ddp.launch.protocol.programs import Program
 
 # seconds to wait for answers about ranks: the most that an agent takes, and the network
 INSPECT_TIMEOUT = ANSWER_TIMEOUT + 3.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -70,7 +73,13 @@ class Inspection:
                 self.nodes.send(order.profile)
             return None
         assert self._suspicion is not None  # the question was about it
-        failure = judge(self._suspicion, ranks, program.needs.stall_timeout)
+        stall_timeout = program.needs.stall_timeout
+        if not self._suspicion.left and go_on(self._answers.values(), stall_timeout):
+            seconds = self._suspicion.seconds
+            logger.warning("no rank made progress for %.0f s; now they go on", seconds)
+            self._suspicion = None
+            return None
+        failure = judge(self._suspicion, ranks, stall_timeout)
         if failure and not self._suspicion.left:
             for line in list_stacks(ranks):
                 self.relay(line)

@@ -48,6 +48,7 @@ class Culprits:
 
     numbers: tuple[int, ...] = ()
     why: str = ""
+    is_mistake: bool = False  # the program would stand still there again
 
 
 def suspect(
@@ -80,7 +81,31 @@ def judge(
         waiting = [rank for rank in ranks if rank.number not in suspicion.left]
         return left_failure(waiting, suspicion.left)
     what = f"no rank made progress for {suspicion.seconds:.0f} s (stall_timeout: {stall_timeout:g})"
+    culprits = find_culprits(ranks)
+    if culprits.is_mistake:
+        return _mistake(culprits, ranks, what)
     return stall_failure(ranks, what)
+
+
+def go_on(answers: Collection[Sequence[InspectedRank]], stall_timeout: float) -> bool:
+    """Return whether a rank of each node has made progress since the gang was suspected.
+
+    Args:
+        answers: the ranks of each node.
+    """
+    for ranks in answers:
+        silences = [rank.silent_for for rank in ranks if rank.silent_for is not None]
+        if min(silences, default=stall_timeout) >= stall_timeout:
+            return False
+    return True
+
+
+def _mistake(culprits: Culprits, ranks: Sequence[InspectedRank], what: str) -> RankFailure:
+    """Return the failure of ranks that wait in different collectives."""
+    stacks = {rank.number: rank.stack for rank in ranks}
+    place = find_place(stacks[culprits.numbers[0]])
+    at = f", at {place}" if place else ""
+    return program_failure(f"{what}: {culprits.why}{at}. {SAME_COLLECTIVES}", culprits.numbers[0])
 
 
 def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
@@ -137,9 +162,8 @@ def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[Inspecte
     if len(kinds) > 1:
         rarest = min(kinds.values(), key=len)
         each_kind = ", ".join(f"{_name_ranks(those)} in {kind}" for kind, those in kinds.items())
-        return Culprits(
-            tuple(rarest), f"the ranks are in different collectives: {each_kind} ({where})"
-        )
+        why = f"the ranks are in different collectives: {each_kind} ({where})"
+        return Culprits(tuple(rarest), why, is_mistake=True)
     if len(waiting) == len(members):
         return Culprits(why=f"all ranks wait in {what} ({where})")
     return Culprits()
