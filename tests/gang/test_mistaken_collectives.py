@@ -320,7 +320,7 @@ def test_ranks_that_wait_in_different_collectives_are_a_mistake_of_the_program()
         ([31.0, 31.0, 31.0], True),
         ([0.4, 0.2, 0.3], False),
         ([0.4, 33.0, 0.3], True),  # a node of its own stands still
-        ([0.4, None, 0.3], True),  # it never reported
+        ([0.4, None, 0.3], True),  # node 1 has never reported
     ],
 )
 def test_a_gang_that_goes_on_while_it_is_looked_into_is_left_alone(silences, is_stall, caplog):
