@@ -23,7 +23,7 @@ from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import FunctionCall
 from flyte_ddp.recipes import get_recipe
-from tests.support.dask_runs import LOCAL, At, events_of
+from tests.support.dask_runs import LOCAL, At, events_of, eventually
 from tests.support.errors import raises_one_line
 from tests.support.promises import NUM_STEPS, count
 from tests.support.runs import fork_functions, new_run
@@ -202,6 +202,7 @@ def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
 @cells("recipe-dask", "function-dask")
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, undisturbed):
     def damage():
+        eventually(lambda: [*(cell.directory / "checkpoints").glob("step-*.pt")])
         newest = max((cell.directory / "checkpoints").glob("step-*.pt"))
         newest.write_bytes(newest.read_bytes()[:-9] + b"different")
         cell.order("1-kill-1")
