@@ -111,7 +111,8 @@ def _remove_nodes() -> None:
             group = CGROUPS / controller / f"nc-{index}"
             with contextlib.suppress(OSError):
                 for thread in (group / "tasks").read_text().split():  # still serves bytes
-                    (CGROUPS / controller / "tasks").write_text(thread)
+                    with contextlib.suppress(OSError):  # it has just ended
+                        (CGROUPS / controller / "tasks").write_text(thread)
                 group.rmdir()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import FailureKind, GangLost, NodeLost, ProgramError, RankFailure
-from flyte_ddp.launch.control import stalls
+from flyte_ddp.launch.control import inspection, stalls
 from flyte_ddp.launch.control.inspection import Inspection
 from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
@@ -326,16 +326,27 @@ def test_ranks_that_wait_in_different_collectives_are_a_mistake_of_the_program()
 def test_a_gang_that_goes_on_while_it_is_looked_into_is_left_alone(silences, is_stall, caplog):
     nodes = [Node(index, f"node {index}", beat=Beat(5, silent_for=30.5)) for index in range(3)]
     gang = SimpleNamespace(nodes=nodes, world_size=3, send=lambda question: None)
-    inspection = Inspection(gang, lambda line: None)
+    looked = Inspection(gang, lambda line: None)
     program = Program("job", b"", (), needs=Needs(stall_timeout=30.0))
     for number in (1, 2):  # the second time they have stood still again
-        assert inspection.look(program) is None
-        assert inspection.is_asking
+        assert looked.look(program) is None
+        assert looked.is_asking
         for node, silent_for in zip(nodes, silences, strict=True):
             answer = [stalled(node.index, "barrier", silent_for)]
-            inspection.take(node, Inspected(number, answer))
-        failure = inspection.look(program)
+            looked.take(node, Inspected(number, answer))
+        failure = looked.look(program)
         assert (failure is not None) is is_stall
         if is_stall:
             return
     assert "no rank made progress for 30 s; now they go on" in caplog.text
+
+
+def test_a_node_that_does_not_answer_has_not_gone_on(monkeypatch):
+    monkeypatch.setattr(inspection, "INSPECT_TIMEOUT", 0.0)
+    nodes = [Node(index, f"node {index}", beat=Beat(5, silent_for=30.5)) for index in range(2)]
+    gang = SimpleNamespace(nodes=nodes, world_size=2, send=lambda question: None)
+    looked = Inspection(gang, lambda line: None)
+    program = Program("job", b"", (), needs=Needs(stall_timeout=30.0))
+    looked._ask(program)
+    looked.take(nodes[0], Inspected(1, [stalled(0, "barrier", 0.3)]))
+    assert looked.look(program) is not None

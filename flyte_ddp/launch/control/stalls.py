@@ -81,9 +81,6 @@ def judge(
         waiting = [rank for rank in ranks if rank.number not in suspicion.left]
         return left_failure(waiting, suspicion.left)
     what = f"no rank made progress for {suspicion.seconds:.0f} s (stall_timeout: {stall_timeout:g})"
-    culprits = find_culprits(ranks)
-    if culprits.is_mistake:
-        return _mistake(culprits, ranks, what)
     return stall_failure(ranks, what)
 
 
@@ -100,14 +97,6 @@ def go_on(answers: Collection[Sequence[InspectedRank]], stall_timeout: float) ->
     return True
 
 
-def _mistake(culprits: Culprits, ranks: Sequence[InspectedRank], what: str) -> RankFailure:
-    """Return the failure of ranks that wait in different collectives."""
-    stacks = {rank.number: rank.stack for rank in ranks}
-    place = find_place(stacks[culprits.numbers[0]])
-    at = f", at {place}" if place else ""
-    return program_failure(f"{what}: {culprits.why}{at}. {SAME_COLLECTIVES}", culprits.numbers[0])
-
-
 def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
     """Return the failure of a gang that stands still. `what` begins the message."""
     culprits, silent = find_culprits(ranks), [rank.number for rank in ranks if rank.groups is None]
@@ -115,6 +104,12 @@ def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
         culprits = Culprits(tuple(silent), f"{_name_ranks(silent)} did not answer")
     if culprits.why:
         what = f"{what}: {culprits.why}"
+    if culprits.is_mistake:
+        first = next(rank for rank in ranks if rank.number == culprits.numbers[0])
+        place = find_place(first.stack)
+        if place:
+            what = f"{what}, at {place}"
+        return program_failure(f"{what}. {SAME_COLLECTIVES}", first.number)
     lines = [what, *_stacks(ranks, set(culprits.numbers))]
     number = -1
     if len(culprits.numbers) == 1:
