@@ -111,7 +111,7 @@ def _remove_nodes() -> None:
             group = CGROUPS / controller / f"nc-{index}"
             with contextlib.suppress(OSError):
                 for thread in (group / "tasks").read_text().split():  # still serves bytes
-                    with contextlib.suppress(OSError):  # it has just ended
+                    with contextlib.suppress(OSError):  # the thread has just ended
                         (CGROUPS / controller / "tasks").write_text(thread)
                 group.rmdir()
 

@@ -74,7 +74,8 @@ class Inspection:
             return None
         assert self._suspicion is not None  # the question was about it
         stall_timeout = program.needs.stall_timeout
-        if not self._suspicion.left and go_on(self._running_ranks(), stall_timeout):
+        by_node = [self._answers.get(index, []) for index in self._running]
+        if not self._suspicion.left and go_on(by_node, stall_timeout):
             seconds = self._suspicion.seconds
             logger.warning("no rank made progress for %.0f s; now they go on", seconds)
             self._suspicion = None
@@ -118,9 +119,9 @@ class Inspection:
         """Return whether all nodes with ranks have answered, or had the time for it."""
         if time.monotonic() - self._asked_at >= INSPECT_TIMEOUT:
             return True
-        return all(self._running_ranks())
+        return all(index in self._answers for index in self._running)
 
-    def _running_ranks(self) -> list[list[InspectedRank]]:
-        """Return the answer of each node with ranks; [] if it has not answered."""
-        running = [node.index for node in self.nodes.nodes if not node.outcome]
-        return [self._answers.get(index, []) for index in running]
+    @property
+    def _running(self) -> list[int]:
+        """The indices of the nodes with ranks."""
+        return [node.index for node in self.nodes.nodes if not node.outcome]
