@@ -16,6 +16,7 @@ from flyte_ddp.events.history import (
     to_line,
 )
 from flyte_ddp.events.kinds import (
+    LOSSES,
     AttemptEnded,
     AttemptStarted,
     BadSample,
@@ -58,6 +59,7 @@ from flyte_ddp.events.wall_time import (
 )
 
 __all__ = [
+    "LOSSES",
     "NOT_IN_HISTORY",
     "AttemptEnded",
     "AttemptStarted",

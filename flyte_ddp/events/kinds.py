@@ -409,18 +409,24 @@ class StragglersFound(Timed):
         return Figures(values={"stragglers": len(self.stragglers), "straggler_factor": slowest})
 
 
+LOSSES = "bytes between two lost ones"  # name of a probe
+
+
 @dataclass(frozen=True)
 class SlowNode:
     """A node that is slower than the others, by the node check."""
 
     node: int  # position among the nodes
     label: str  # name for people
-    # cores or memory with the model of the CPU, products or copies of a GPU, disk, or network
+    # cores or memory with the model of the CPU, products or copies of a GPU, disk, network, or
+    # `LOSSES`
     probe: str
-    rate: float  # operations or bytes per second
+    rate: float  # operations or bytes per second; of `LOSSES`, bytes for each lost one
     median: float  # median rate of the nodes; of two nodes the stored rate
 
     def __str__(self) -> str:
+        if self.probe == LOSSES:
+            return f"{self.label} is slow: network, which loses {1 / self.rate:.0%} of its packets"
         return (
             f"{self.label} is slow: {self.probe} at {1e-6 * self.rate:,.0f} M/s, "
             f"{self.rate / self.median:.2f} of the median"

@@ -100,9 +100,49 @@ def test_the_node_at_the_common_end_of_slow_links_is_to_blame(num_nodes, how):
     assert rates == {node: SLOW if node == 1 else FAST for node in range(num_nodes)}
 
 
+@pytest.mark.parametrize(
+    ("loss", "others", "is_named"), [(0.1, 0.0, True), (0.01, 0.0, False), (0.1, 0.08, False)]
+)
+def test_a_node_that_loses_more_packets_than_others_is_named(check, loss, others, is_named):
+    one, gang, found = check(3)
+    gang.answer(one, 4.0, 4.0, 4.0)
+    for number in (2, 3):
+        one.look()
+        for node in gang.nodes:
+            senders = {0, 1, 2} - {node.index}
+            losses = {each: loss if 1 in (each, node.index) else others for each in senders}
+            links = dict.fromkeys(senders, FAST)
+            answer = Checked(number, {"cores": 4.0}, links, [], ("127.0.0.1", 1), "A", losses)
+            one.take(node, answer)
+    one.look()
+    named = [str(each) for event in found for each in event.nodes]
+    assert named == is_named * ["node 1 is slow: network, which loses 10% of its packets"]
+
+
+def test_a_slow_network_at_one_look_and_lost_packets_at_the_other_are_one_finding(check):
+    one, gang, found = check(3)
+    gang.answer(one, 4.0, 4.0, 4.0)
+    for number, rate, loss in ((2, SLOW, None), (3, FAST, 0.2)):
+        one.look()
+        for node in gang.nodes:
+            senders = {0, 1, 2} - {node.index}
+            links = {each: rate if 2 in (each, node.index) else FAST for each in senders}
+            losses = {each: loss if 2 in (each, node.index) else 0.0 for each in senders}
+            known = {each: share for each, share in losses.items() if share is not None}
+            one.take(node, Checked(number, {}, links, [], ("127.0.0.1", 1), "A", known))
+    one.look()
+    named = [str(each) for event in found for each in event.nodes]
+    assert named == ["node 2 is slow: network, which loses 20% of its packets"]
+
+
 def test_of_two_nodes_the_sender_is_to_blame():
     assert rate_links(make_links(2, slow_from=(1,))) == {0: FAST, 1: SLOW}
     assert rate_links({}) == {}
+
+
+def test_a_single_receiver_among_several_nodes_does_not_put_its_senders_to_blame():
+    assert rate_links({2: {0: SLOW, 1: SLOW}}) == {2: SLOW}
+    assert rate_links({0: {1: SLOW}}) == {1: SLOW}
 
 
 class Gang(Nodes):
@@ -294,9 +334,9 @@ def test_gpus_that_cannot_be_measured_are_one_line_after_all_else(monkeypatch, c
 
 def test_bytes_that_are_cut_off_by_time_still_have_a_rate():
     address = start_serving("127.0.0.1")
-    assert fetch(address, 1 << 20, 1.5) > 20 * SLOW
+    assert fetch(address, 1 << 20, 1.5)[0] > 20 * SLOW
     with slow_front_of(address) as slow:
-        assert SLOW / 10 < fetch(slow, 64 << 20, 0.5) < 10 * SLOW
+        assert SLOW / 10 < fetch(slow, 64 << 20, 0.5)[0] < 10 * SLOW
 
 
 def test_a_neighbour_that_answers_too_late_has_the_rate_0_and_a_bad_one_does_not_hide_the_next(
@@ -304,7 +344,7 @@ def test_a_neighbour_that_answers_too_late_has_the_rate_0_and_a_bad_one_does_not
 ):
     """Under a loss of packets, a connection takes seconds."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert fetch(silent.getsockname(), 1 << 20, 0.1) == 0.0
+        assert fetch(silent.getsockname(), 1 << 20, 0.1) == (0.0, None)
         agent = NodeProbes(tmp_path, 1, "127.0.0.1", None)
         closed, good = ("127.0.0.1", 9), start_serving("127.0.0.1")
         answers = [
@@ -335,6 +375,8 @@ def test_agents_fetch_bytes_from_their_neighbours(tmp_path):
     assert [each.problems for each in first + second] == 8 * [[]]
     assert [set(each.links) for each in first] == 4 * [set()]
     assert [set(each.links) for each in second] == [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
+    assert [set(each.losses) for each in second] == [set(each.links) for each in second]
+    assert all(0 <= loss < 0.5 for each in second for loss in each.losses.values())
     (alone,) = ask(agents[:1], Check(3, is_machine=False, addresses=[("127.0.0.1", 9), ("", 9)]))
     assert alone.links == {}
     assert len(alone.problems) == 1

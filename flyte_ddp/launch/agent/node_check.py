@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +27,12 @@ PROBES = "flyte_ddp.launch.agent.probes"
 MACHINE_SECONDS = 15.0  # until the process of the probes is killed; a busy machine needs some
 FETCH_SECONDS = 1.5  # time to fetch bytes, from all neighbours together
 FETCH_BYTES = 64 << 20
+RECEIVED_BYTES = 1 << 18
+# seconds for the sender's count of lost bytes, which may itself be lost several times
+LOSS_SECONDS = 2.0
+LOSS = struct.Struct("d")
+# `tcpi_bytes_sent` and `tcpi_bytes_retrans` of Linux's `struct tcp_info`, since 4.19
+TCP_INFO = struct.Struct("200x2Q")
 SERVE_SECONDS = 120.0  # without a caller, after which this node serves no more bytes
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -46,6 +54,7 @@ class NodeProbes:
     def _answer(self, check: Check) -> None:
         rates: dict[str, float] = {}
         links: dict[int, float] = {}
+        losses: dict[int, float] = {}
         problems: list[str] = []
         neighbours: set[int] = set()
         count = len(check.addresses)
@@ -61,10 +70,13 @@ class NodeProbes:
         for each in neighbours:
             share = FETCH_BYTES // len(neighbours), FETCH_SECONDS / len(neighbours)
             try:
-                links[each] = fetch(check.addresses[each], *share)
+                links[each], loss = fetch(check.addresses[each], *share)
+                if loss is not None:
+                    losses[each] = loss
             except Exception as error:  # nor may this one
                 problems.append(_in_one_line(error))
-        self.send(Checked(check.number, rates, links, problems, self._address, cpu_model()))
+        answer = Checked(check.number, rates, links, problems, self._address, cpu_model(), losses)
+        self.send(answer)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -133,32 +145,57 @@ def start_serving(host: str) -> tuple[str, int]:
 
 
 def _send_bytes(connection: socket.socket) -> None:
+    """Send bytes until the neighbour has enough, and then the share that was lost on the way."""
     block, count = bytes(1 << 20), 0
     connection.settimeout(FETCH_SECONDS)
-    with contextlib.suppress(OSError), connection:  # the neighbour has enough
-        while count < FETCH_BYTES:
+    # An error: the neighbour waits no longer, or the kernel counts nothing.
+    with contextlib.suppress(OSError, struct.error), connection:
+        while count < 2 * FETCH_BYTES and not select.select([connection], [], [], 0)[0]:
             connection.sendall(block)
             count += len(block)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+        num_bytes, num_repeated = TCP_INFO.unpack(info)
+        connection.sendall(LOSS.pack(num_repeated / num_bytes))
 
 
-def fetch(address: tuple[str, int], max_bytes: int, max_seconds: float) -> float:
-    """Return the bytes per second that arrive from a neighbour, 0 if none arrives in time. Raises
-    OSError if it cannot be reached.
+def fetch(
+    address: tuple[str, int], max_bytes: int, max_seconds: float
+) -> tuple[float, float | None]:
+    """Return the bytes per second that arrive from a neighbour, 0 if none arrives in time, and the
+    share of the bytes that were sent again; None if the neighbour does not report it in time.
+
+    Raises:
+        OSError: the neighbour cannot be reached.
     """
-    meter, buffer = RateMeter(), bytearray(1 << 18)
+    meter, end = RateMeter(), b""
     ends_at = time.monotonic() + max_seconds
     # A loss of packets delays a connection by seconds.
     with (
         contextlib.suppress(TimeoutError),
         socket.create_connection(address, timeout=max_seconds) as connection,
     ):
-        while meter.amount < max_bytes:
-            connection.settimeout(max(1e-3, ends_at - time.monotonic()))
-            count = connection.recv_into(buffer)
-            if not count or time.monotonic() > ends_at:
-                break
-            meter.add(count)
-    return meter.rate
+        with contextlib.suppress(TimeoutError):
+            while meter.amount < max_bytes:
+                received = _receive(connection, ends_at)
+                if not received:
+                    break
+                meter.add(len(received))
+        connection.shutdown(socket.SHUT_WR)  # this is enough
+        ends_at = time.monotonic() + LOSS_SECONDS
+        while received := _receive(connection, ends_at):
+            end = (end + received)[-LOSS.size :]
+        if len(end) == LOSS.size:
+            return meter.rate, LOSS.unpack(end)[0]
+    return meter.rate, None
+
+
+def _receive(connection: socket.socket, ends_at: float) -> bytes:
+    """Return the bytes that arrive next, none after the last. Raises TimeoutError at `ends_at`."""
+    seconds = ends_at - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    connection.settimeout(seconds)
+    return connection.recv(RECEIVED_BYTES)
 
 
 def own_address(host: str) -> str:

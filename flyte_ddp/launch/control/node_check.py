@@ -28,7 +28,8 @@ MIN_SHARE_BESIDE_WORK = 0.6
 OF_CPU = ("cores", "memory")
 # Bytes per second that are enough: what is above varies with the load. One core copies from memory
 # at half its rate while others do.
-ENOUGH = {"memory": 5e9, "disk": 50e6, "network": 125e6}
+ENOUGH = {"memory": 5e9, "disk": 50e6, "network": 125e6, events.LOSSES: 50.0}
+MIN_LOSS = 1e-4  # smaller shares of lost bytes count as this one
 # seconds for an idle worker to be found in place of a slow one, before the gang goes on smaller
 REPLACEMENT_TIMEOUT = 5.0
 CHECK_TIMEOUT = 60.0  # seconds for the answers to one question; agents take some to start
@@ -69,6 +70,15 @@ def _sort_by_kind(rates: Rates) -> dict[str, dict[tuple[int, str], float]]:
     return by_kind
 
 
+def _part(probe: str) -> str:
+    """Return the part of a node that a probe measures. A network that loses packets may be slow at
+    one look, and too slow to count them.
+    """
+    if probe == events.LOSSES:
+        return "network"
+    return probe
+
+
 def rate_links(links: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     """Return the rate of each node's network, from the rates at which nodes receive bytes of
     others.
@@ -80,13 +90,14 @@ def rate_links(links: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
         links: by the node that receives, and the node that sends.
     """
     rates = {}
-    for node in {*links, *(sender for each in links.values() for sender in each)}:
+    nodes = {*links, *(sender for each in links.values() for sender in each)}
+    for node in nodes:
         sent = [each[node] for each in links.values() if node in each]
         received = list(links.get(node, {}).values())
-        if len(links) > 2 and received:
-            rates[node] = min(max(sent, default=math.inf), max(received))
-        elif sent:
+        if len(nodes) == 2 and sent:
             rates[node] = max(sent)
+        elif len(nodes) > 2 and received:
+            rates[node] = min(max(sent, default=math.inf), max(received))
     return rates
 
 
@@ -101,7 +112,7 @@ class NodeCheck:
     _answers: dict[int, Checked] = field(default_factory=dict)  # answers by node
     _rates: dict[int, dict[str, float]] = field(default_factory=dict)
     _addresses: list[tuple[str, int]] = field(default_factory=list)
-    # slow nodes and probes at the first look
+    # slow nodes and what is slow about them, at the first look
     _suspects: set[tuple[int, str]] = field(default_factory=set)
     is_over: bool = False
     replaced_by: float = 0.0  # monotonic: end of the search for other nodes
@@ -148,21 +159,31 @@ class NodeCheck:
                     probe = f"{name} ({answer.model or 'CPU'})"
                 rates[probe] = rate
         links = {index: answer.links for index, answer in self._answers.items() if answer.links}
-        for index, rate in rate_links(links).items():
-            self._rates.setdefault(index, {})["network"] = rate
+        intervals = {
+            index: {sender: 1 / max(loss, MIN_LOSS) for sender, loss in answer.losses.items()}
+            for index, answer in self._answers.items()
+            if answer.losses
+        }
+        for probe, found in (("network", links), (events.LOSSES, intervals)):
+            for index, rate in rate_links(found).items():
+                self._rates.setdefault(index, {})[probe] = rate
 
     def _judge(self, number: int) -> None:
         """Conclude from the rates: ask again if any is suspicious for the first time."""
         assert self.nodes.reference is not None  # `look` has checked it
         slow = find_slow(self._rates, self.nodes.reference.rates)
         if slow and number == 2:
-            self._suspects = set(slow)
+            self._suspects = {(index, _part(probe)) for index, probe in slow}
             self._rates.clear()
             self._ask(Check(3, is_machine=True, addresses=self._addresses))
             return
         self.is_over = True
         self.nodes.send(Go())  # a command is repeated, and a question names a thousand addresses
-        confirmed = {key: median for key, median in slow.items() if key in self._suspects}
+        confirmed = {
+            (index, probe): median
+            for (index, probe), median in slow.items()
+            if (index, _part(probe)) in self._suspects
+        }
         if confirmed:
             self._name(confirmed)
             return

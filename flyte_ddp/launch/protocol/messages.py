@@ -284,6 +284,8 @@ class Checked:
     problems: list[str]  # a line for each probe that failed
     address: tuple[str, int]  # where this node serves bytes
     model: str  # model of its CPU
+    # shares of the bytes from other nodes that were lost and sent again, by the nodes' index
+    losses: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
