@@ -79,6 +79,11 @@ def _part(probe: str) -> str:
     return probe
 
 
+def _intervals(losses: Mapping[int, float]) -> dict[int, float]:
+    """Return the bytes between two lost ones, for each share of lost bytes."""
+    return {sender: 1 / max(loss, MIN_LOSS) for sender, loss in losses.items()}
+
+
 def rate_links(links: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     """Return the rate of each node's network, from the rates at which nodes receive bytes of
     others.
@@ -160,7 +165,7 @@ class NodeCheck:
                 rates[probe] = rate
         links = {index: answer.links for index, answer in self._answers.items() if answer.links}
         intervals = {
-            index: {sender: 1 / max(loss, MIN_LOSS) for sender, loss in answer.losses.items()}
+            index: _intervals(answer.losses)
             for index, answer in self._answers.items()
             if answer.losses
         }
