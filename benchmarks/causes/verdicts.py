@@ -15,7 +15,7 @@ CAUSES = {
     "slow network": "is slow: network",
     "slow rank": "is slow in ",
     "full disk": "disk of .* is full|No space left",
-    "store away": r"Slow ?Down|Service ?Unavailable|InternalError|\b503\b",
+    "store away": r"Slow ?Down|Service ?Unavailable|InternalError|(?<![\d.])503\b",
     "credentials": "ExpiredToken",
     "host name": "name resolution|Name or service not known|getaddrinfo",
     "stall": "no rank made progress(?!.*(now they go on|in different collectives))",
