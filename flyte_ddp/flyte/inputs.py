@@ -134,19 +134,20 @@ class OptionalTransformer(UnionTransformer):  # type: ignore[misc]
     ...".
 
     Args:
-        refuse: function that raises an error with the mistake in a value of the types `refused`.
+        parse: function that raises an error with the mistake in a value of the types `parsed`.
     """
 
-    def __init__(self, kind: Any, refuse: Callable[[Any], None], refused: Any = str) -> None:
+    def __init__(self, kind: Any, parse: Callable[[Any], Any], parsed: Any = str) -> None:
         super().__init__()
         self._t = kind
-        self._refuse = refuse
-        self._refused = refused
+        self._parse = parse
+        self._parsed = parsed
 
     def assert_type(self, t: type, v: Any) -> None:
-        if isinstance(v, self._refused):
-            self._refuse(v)
-        super().assert_type(t, v)
+        if isinstance(v, self._parsed):
+            self._parse(v)
+        else:
+            super().assert_type(t, v)
 
 
 class ObjectTransformer(OptionalTransformer):
@@ -156,19 +157,12 @@ class ObjectTransformer(OptionalTransformer):
 
     def __init__(self, kind: Any) -> None:
         super().__init__(typing.Optional[kind], functools.partial(read_text, kind))  # noqa: UP045
-        self._kind = kind
-
-    def assert_type(self, t: type, v: Any) -> None:
-        if isinstance(v, str):
-            read_text(self._kind, v)
-        else:
-            super().assert_type(t, v)
 
     async def async_to_literal(
         self, ctx: Any, python_val: Any, python_type: Any, expected: Any
     ) -> Any:
         if isinstance(python_val, str):
-            python_val = read_text(self._kind, python_val)
+            python_val = self._parse(python_val)
         return await super().async_to_literal(ctx, python_val, python_type, expected)
 
 
