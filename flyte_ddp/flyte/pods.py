@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flytekit import PodTemplate, Resources
+from flytekit import Resources
 from flytekit.core.resources import ResourceSpec
 
 from flyte_ddp.process.devices import REQUESTED_VARIABLE
@@ -83,15 +83,12 @@ def read_pod_sizes(options: dict[str, Any]) -> dict[str, Any]:
     return describe_sizes(limit_or_request("cpu"), memory, gpus, shared)
 
 
-def make_pod_template(grace_seconds: int, ports: Mapping[str, int]) -> PodTemplate:
-    """Return the template of a task's pod. The pod declares `ports` (number by name), and
+def make_pod_spec(grace_seconds: int, ports: Mapping[str, int]) -> Any:
+    """Return the V1PodSpec of a task's pod. The pod declares `ports` (number by name), and
     Kubernetes kills it `grace_seconds` after SIGTERM.
     """
     from kubernetes.client import V1Container, V1ContainerPort, V1PodSpec
 
     declared = [V1ContainerPort(name=name, container_port=number) for name, number in ports.items()]
     container = V1Container(name=PRIMARY_CONTAINER, ports=declared or None)
-    return PodTemplate(
-        V1PodSpec(containers=[container], termination_grace_period_seconds=grace_seconds),
-        PRIMARY_CONTAINER,
-    )
+    return V1PodSpec(containers=[container], termination_grace_period_seconds=grace_seconds)

@@ -19,7 +19,7 @@ from flytekit.extras.accelerators import GPUAccelerator
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.code.source_code import COMMIT_VARIABLE, compute_library_digest
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.pods import make_pod_template
+from flyte_ddp.flyte.pods import make_pod_spec
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 from flyte_ddp.process.devices import REQUESTED_VARIABLE
 from flyte_ddp.project.admission import IMAGE_VARIABLE
@@ -105,7 +105,7 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         if port:  # The pod declares the port of the figures for the PodMonitor.
             environment[PORT_VARIABLE] = str(port)
             ports[PORT_NAME] = port
-        template.pod_spec = make_pod_template(grace, ports).pod_spec
+        template.pod_spec = make_pod_spec(grace, ports)
         options["secret_requests"] = SECRETS
     if trains or deck:
         options |= {"enable_deck": True, "deck_fields": ()}
