@@ -20,7 +20,6 @@ from flyte_ddp.flyte2.task import (
     flyte_errors,
     limited,
     open_task_run,
-    project_tracking,
     publish,
 )
 from flyte_ddp.flyte2.training import check_inputs, open_inputs, run_training
@@ -121,7 +120,7 @@ def challenge(
     check_places([("champion", retraining.champion)])
     report = Report()
     with (
-        open_task_run(report, checkpoints, config.max_hours, project_tracking()) as run,
+        open_task_run(report, checkpoints, config.max_hours) as run,
         # The data are prepared once, so that the record describes the training's data.
         open_inputs(recipe, config, retraining.data) as prepare,
     ):

@@ -146,13 +146,6 @@ def limited_urls(allowed: Sequence[str], *own: str) -> contextlib.AbstractContex
     return limit_urls(allowed, [flyte.ctx().run_base_dir, current_execution().champions, *own])
 
 
-def project_tracking() -> tuple[str, ...]:
-    """Return the tracker of the project's runs, and its place; empty without a project."""
-    if not find_project():
-        return ()
-    return SETTINGS.tracking_place
-
-
 def current_execution() -> Execution:
     """Return the place of the current action. Raises ConfigError outside of tasks."""
     local, context = is_local(), flyte.ctx()
@@ -177,7 +170,7 @@ def open_task_run(
     report: Page,
     checkpoints: str = "",
     max_hours: float = 0,
-    tracking: Sequence[str] = (),
+    tracking: tuple[str, ...] | None = None,
     hides_keys: bool = True,
 ) -> Iterator[TaskRun]:
     """Open the run of the current task. Its report is shown while it runs.
@@ -185,7 +178,7 @@ def open_task_run(
     Args:
         checkpoints: the user's URL; "" for the action's own.
         max_hours: time limit of the action, for all attempts and pods together; 0 is no limit.
-        tracking: see `make_tracker`; empty for a run without a tracker.
+        tracking: see `make_tracker`; empty for a run without a tracker; None for the project's.
         hides_keys: keep the tracker's keys out of the ranks' environment.
 
     Raises:
@@ -196,6 +189,10 @@ def open_task_run(
     if not execution.is_local:
         check_thread()
     os.environ.update(storage_environment())
+    if tracking is None:
+        tracking = ()
+        if find_project():
+            tracking = SETTINGS.tracking_place
     place = checkpoints or execution.checkpoints
     outputs = f"{place.rstrip('/')}/outputs"
     with (
@@ -207,7 +204,7 @@ def open_task_run(
             name="",
             checkpoints=checkpoints,
             hides_keys=hides_keys,
-            tracking=tuple(tracking),
+            tracking=tracking,
             publish=publish,
         ) as run,
     ):

@@ -16,7 +16,6 @@ from flyte_ddp.flyte2.task import (
     check_cluster,
     limited,
     open_task_run,
-    project_tracking,
 )
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.train import open_data
@@ -116,7 +115,7 @@ def train(
     check_requested_gpus()
     resolved, nodes = check_inputs(recipe, config, data), check_cluster(cluster)
     report = Report()
-    with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
+    with open_task_run(report, checkpoints, resolved.max_hours) as run:
         with open_inputs(recipe, resolved, data) as prepare:
             trained = run_training(run, recipe, resolved, prepare, nodes, num_processes)
         epochs, finished = trained.state.epochs, trained.finished
@@ -188,7 +187,7 @@ def sweep(
     search = Search(stop_early, sampler, grid, seed)
     check_trials(trials, nodes)
     report = StudyReport(recipe)
-    with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
+    with open_task_run(report, checkpoints, resolved.max_hours) as run:
         with open_inputs(recipe, resolved, data) as prepare:
             study.train_trials(run, report, trials, prepare(), nodes, search)
         study.save_history(run, report)
