@@ -59,12 +59,21 @@ def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
     If several tasks run in this process, the newest task's `say` gets the records of all.
     """
     with _lock:
-        _lines.begin(say)
+        if not _lines.receivers:
+            _lines.before = logger.level, logger.propagate
+            logger.addHandler(_lines)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+        _lines.receivers.append(say)
     try:
         yield
     finally:
         with _lock:
-            _lines.end(say)
+            _lines.receivers.remove(say)
+            if not _lines.receivers:
+                logger.removeHandler(_lines)
+                level, logger.propagate = _lines.before
+                logger.setLevel(level)
 
 
 class _Lines(logging.Handler):
@@ -74,23 +83,8 @@ class _Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._says: list[Callable[[str], None]] = []
-        self._before = logger.level, logger.propagate
-
-    def begin(self, say: Callable[[str], None]) -> None:
-        if not self._says:
-            self._before = logger.level, logger.propagate
-            logger.addHandler(self)
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
-        self._says.append(say)
-
-    def end(self, say: Callable[[str], None]) -> None:
-        self._says.remove(say)
-        if not self._says:
-            logger.removeHandler(self)
-            level, logger.propagate = self._before
-            logger.setLevel(level)
+        self.receivers: list[Callable[[str], None]] = []  # the newest task's is the last
+        self.before = logger.level, logger.propagate
 
     def emit(self, record: logging.LogRecord) -> None:
         thread = record.threadName or ""
@@ -98,7 +92,7 @@ class _Lines(logging.Handler):
             line = self.format(record)
             if thread.startswith("trial "):
                 line = f"[{thread}] {line}"
-            self._says[-1](line)
+            self.receivers[-1](line)
         except Exception:
             self.handleError(record)
 
