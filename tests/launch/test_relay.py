@@ -279,6 +279,18 @@ def test_a_command_is_repeated_every_second_until_all_have_it_and_rarely_while_t
     assert count(5, *beats) == 5
 
 
+def test_a_command_to_a_thousand_nodes_is_repeated_every_four_seconds(gang, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        gang.client.loop, "add_callback", lambda *arguments: sent.append(arguments[-1])
+    )
+    monkeypatch.setattr(gang, "nodes", [*gang.nodes, *[dead_node()] * 998])
+    gang.send(Stop("SIGTERM", 30.0))
+    for _ in range(8):
+        gang.receive(1.0)
+    assert len(sent) == 1 + 2
+
+
 def test_a_batch_has_messages_of_many_nodes_and_silence_is_noticed_as_before(gang):
     beats = [event("a", Beat(1)), event("b", Beat(2)), {"message": b"", "worker": "unknown"}]
     assert gang.receive(1.0, *beats) == [(0, Beat(1)), (1, Beat(2))]

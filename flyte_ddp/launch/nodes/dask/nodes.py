@@ -60,6 +60,9 @@ START_TIMEOUT = 60.0
 RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
 # further seconds for each node of the gang until one that has not taken its job counts as lost
 JOB_SECONDS = 0.02
+# seconds for each node of the gang between two repetitions of a command, which costs the scheduler
+# more than half a millisecond for each node
+COMMAND_SECONDS = 0.004
 GO_BEATS = 5  # within `node_timeout`, while all nodes train: each costs the scheduler a message
 WORKER_LOG_LINES = 15  # lines of the log of a lost worker's pod in the error
 
@@ -250,14 +253,16 @@ class DaskNodes(Nodes):
         return answers
 
     def _repeat_command(self) -> None:
-        """Send the current command to every node, about every second: a lost one is repeated. Nodes
-        that all train only need to know that the driver is there.
+        """Send the current command to every node, about every second, because one may get lost.
+
+        Over 250 nodes get it less often. Nodes that all train only need to know that the driver is
+        there.
         """
         if time.monotonic() < self._next_command_at:
             return
-        interval = BEAT_INTERVAL
+        interval = max(BEAT_INTERVAL, COMMAND_SECONDS * len(self.nodes))
         if self._is_go and all(node.is_started or node.outcome for node in self.nodes):
-            interval = max(BEAT_INTERVAL, self.config.node_timeout / GO_BEATS)
+            interval = max(interval, self.config.node_timeout / GO_BEATS)
         self._next_command_at = time.monotonic() + interval
         # Without waiting: a scheduler that does not answer must not delay the driver.
         self.client.loop.add_callback(send_command, self.client, self.plugin, self._command)
