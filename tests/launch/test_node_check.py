@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import select
 import socket
 import sys
 import threading
@@ -19,7 +20,9 @@ from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes
 from flyte_ddp.errors import ClusterError
 from flyte_ddp.launch.agent import probes
 from flyte_ddp.launch.agent.node_check import (
+    LOSS,
     NodeProbes,
+    _send_bytes,
     fetch,
     measure_machine,
     start_serving,
@@ -354,6 +357,18 @@ def test_a_neighbour_that_answers_too_late_has_the_rate_0_and_a_bad_one_does_not
     assert [{*each.links} for each in answers] == [{0, 2}, {2}]
     assert answers[0].links[0] == 0.0 < answers[0].links[2]
     assert [len(each.problems) for each in answers] == [0, 1]
+
+
+def test_a_neighbour_that_comes_too_late_for_any_bytes_still_gets_their_share():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as late,
+    ):
+        late.shutdown(socket.SHUT_WR)
+        connection, _ = server.accept()
+        select.select([connection], [], [])
+        _send_bytes(connection)
+        assert late.recv(1 << 10) == LOSS.pack(0.0)
 
 
 def ask(asked, check):

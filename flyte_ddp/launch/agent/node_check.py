@@ -148,14 +148,14 @@ def _send_bytes(connection: socket.socket) -> None:
     """Send bytes until the neighbour has enough, and then the share that was lost on the way."""
     block, count = bytes(1 << 20), 0
     connection.settimeout(FETCH_SECONDS)
-    # An error: the neighbour waits no longer, or the kernel counts nothing.
-    with contextlib.suppress(OSError, struct.error), connection:
+    # An error: the neighbour waits no longer, or the kernel does not count, as on macOS.
+    with contextlib.suppress(OSError, struct.error, AttributeError), connection:
         while count < 2 * FETCH_BYTES and not select.select([connection], [], [], 0)[0]:
             connection.sendall(block)
             count += len(block)
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
         num_bytes, num_repeated = TCP_INFO.unpack(info)
-        connection.sendall(LOSS.pack(num_repeated / num_bytes))
+        connection.sendall(LOSS.pack(num_repeated / max(1, num_bytes)))
 
 
 def fetch(
