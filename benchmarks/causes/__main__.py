@@ -1,6 +1,9 @@
 """Inject faults of 18 kinds, and compare what the product names and does with the truth:
 `python -m benchmarks.causes [KIND ...] [--each 3]`.
 
+The kind `nothing` is a run without a fault beside 0 to 16 busy processes. Nothing may be named in
+it.
+
 It runs as root on Linux with cgroups of version 1, `ip`, `tc`, `iptables`, `ethtool` and a
 C compiler. Each node is a Dask worker with its own network, cgroups and host names. The store is
 an S3 server. The truth is in this process alone; the product runs in others.
@@ -25,7 +28,7 @@ from typing import Any
 
 import s3fs
 
-from benchmarks.causes.faults import CONFIG, KINDS, Bench, Fault, begin, draw_faults
+from benchmarks.causes.faults import CONFIG, KINDS, NOTHING, Bench, Fault, begin, draw_faults
 from benchmarks.causes.nodes import HOST, KEYS, NAME, Cluster, Store, made_networks
 from benchmarks.causes.program import ORDERS
 from benchmarks.causes.verdicts import Verdict, read
@@ -143,7 +146,8 @@ def judge(fault: Fault, verdict: Verdict) -> tuple[bool, bool, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.causes", description=__doc__)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS), help=", ".join(KINDS))
+    faults = [kind for kind in KINDS if kind != NOTHING]
+    parser.add_argument("kinds", nargs="*", default=faults, help=", ".join(KINDS))
     parser.add_argument("--each", type=int, default=3, help="faults of each kind (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="print what the product said")

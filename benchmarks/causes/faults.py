@@ -8,6 +8,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,8 @@ OUTAGE = 4.0  # seconds
 LONG_OUTAGE = 13.0  # seconds; clients repeat requests, and remember names, for some ten
 CLOCK = Path(__file__).with_name("clock.c")
 LONG = {"epochs": 10}
+NOTHING = "nothing"  # a kind of its own, which is not among the faults
+MAX_LOAD = 16  # busy processes beside it
 SLOW_NODES = 3  # nodes of a run whose nodes are compared: two have no median
 
 
@@ -87,6 +91,25 @@ class Fault:
     def truth(self) -> dict[str, Any]:
         names = ("kind", "cause", "node", "action", "sample", "step")
         return {name: getattr(self, name) for name in names}
+
+
+def nothing(draw: random.Random, node: int) -> Fault:
+    """No fault, beside busy processes: whatever is named is a false alarm."""
+    load = draw.randint(0, MAX_LOAD)
+
+    @contextlib.contextmanager
+    def around(bench: Bench) -> Iterator[None]:
+        command = [sys.executable, "-c", "while True: pass"]
+        busy = [subprocess.Popen(command) for _ in range(load)]
+        try:
+            yield
+        finally:
+            for each in busy:
+                each.kill()
+                each.wait()
+
+    num_nodes = draw.choice([2, SLOW_NODES])
+    return Fault(NOTHING, "", -1, GO_ON, around=around, step=-1, num_nodes=num_nodes)
 
 
 def kill(draw: random.Random, node: int) -> Fault:
@@ -343,6 +366,7 @@ def shard(draw: random.Random, node: int) -> Fault:
 
 
 KINDS: dict[str, Callable[[random.Random, int], Fault]] = {
+    NOTHING: nothing,
     "kill": kill,
     "memory": memory,
     "cores": cores,
