@@ -177,31 +177,40 @@ def _used() -> float:
     return sum(each.ru_utime + each.ru_stime for each in spent)
 
 
+@contextlib.contextmanager
+def load(count: int) -> Iterator[None]:
+    """Keep processes of ours busy beside the block."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("faults", nargs="*", default=list(FAULTS), help=", ".join(FAULTS))
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--load", type=int, default=0, help="busy processes beside it")
     arguments = parser.parse_args()
-    busy = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)
-    ]
-    try:
-        with tempfile.TemporaryDirectory() as directory, made_nodes():
-            for fault in arguments.faults:
-                with FAULTS[fault]():
-                    seen = [check_once(Path(directory)) for _ in range(arguments.starts)]
-                named = [each[0] for each in seen]
-                is_right = [(f"{SLOW} " in each) == (fault != "none") for each in named]
-                print(
-                    f"{fault}: {sum(is_right)} of {len(seen)} right; "
-                    f"{statistics.median(each[1] for each in seen):.1f} s, "
-                    f"{statistics.median(each[2] for each in seen):.2f} s of CPU a node, at most "
-                    f"{max(each[2] for each in seen):.2f}; {sorted(set(named))}"
-                )
-    finally:
-        for each in busy:
-            each.kill()
+    with (
+        load(arguments.load),
+        tempfile.TemporaryDirectory() as directory,
+        made_nodes(),
+    ):
+        for fault in arguments.faults:
+            with FAULTS[fault]():
+                seen = [check_once(Path(directory)) for _ in range(arguments.starts)]
+            named = [each[0] for each in seen]
+            is_right = [(f"{SLOW} " in each) == (fault != "none") for each in named]
+            print(
+                f"{fault}: {sum(is_right)} of {len(seen)} right; "
+                f"{statistics.median(each[1] for each in seen):.1f} s, "
+                f"{statistics.median(each[2] for each in seen):.2f} s of CPU a node, at most "
+                f"{max(each[2] for each in seen):.2f}; {sorted(set(named))}"
+            )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -96,20 +94,16 @@ class Fault:
 def nothing(draw: random.Random, node: int) -> Fault:
     """No fault, beside busy processes: whatever is named is a false alarm."""
     load = draw.randint(0, MAX_LOAD)
-
-    @contextlib.contextmanager
-    def around(bench: Bench) -> Iterator[None]:
-        command = [sys.executable, "-c", "while True: pass"]
-        busy = [subprocess.Popen(command) for _ in range(load)]
-        try:
-            yield
-        finally:
-            for each in busy:
-                each.kill()
-                each.wait()
-
     num_nodes = draw.choice([2, SLOW_NODES])
-    return Fault(NOTHING, "", -1, GO_ON, around=around, step=-1, num_nodes=num_nodes)
+    return Fault(
+        NOTHING,
+        "",
+        -1,
+        GO_ON,
+        around=lambda bench: node_check.load(load),
+        step=-1,
+        num_nodes=num_nodes,
+    )
 
 
 def kill(draw: random.Random, node: int) -> Fault:

@@ -150,6 +150,7 @@ def _send_bytes(connection: socket.socket) -> None:
     connection.settimeout(FETCH_SECONDS)
     # An error: the neighbour waits no longer, or the kernel does not count, as on macOS.
     with contextlib.suppress(OSError, struct.error, AttributeError), connection:
+        # A neighbour has enough after `FETCH_BYTES` at most, and says so.
         while count < 2 * FETCH_BYTES and not select.select([connection], [], [], 0)[0]:
             connection.sendall(block)
             count += len(block)

@@ -7,11 +7,9 @@ FLYTE_DDP_DRILL_STARTS changes the number of starts.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import cloudpickle
 import pytest
 from distributed import Client
 
+from benchmarks.node_check import load
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
@@ -94,17 +93,6 @@ def count(client: Client, config: ClusterConfig, num_starts: int) -> list[str]:
         named = start_once(client, config)
         lines.append("; ".join(f"{each.label.split(' at ')[0]} {each.probe}" for each in named))
     return lines
-
-
-@contextlib.contextmanager
-def load(count: int) -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for each in busy:
-            each.kill()
-            each.wait()
 
 
 @pytest.fixture(scope="module")
