@@ -7,6 +7,7 @@ import functools
 import json
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes
 from flyte_ddp.errors import ClusterError
-from flyte_ddp.launch.agent import probes
+from flyte_ddp.launch.agent import node_check, probes
 from flyte_ddp.launch.agent.node_check import (
     LOSS,
     NodeProbes,
@@ -369,6 +370,13 @@ def test_a_neighbour_that_comes_too_late_for_any_bytes_still_gets_their_share():
         select.select([connection], [], [])
         _send_bytes(connection)
         assert late.recv(1 << 10) == LOSS.pack(0.0)
+
+
+def test_a_sender_whose_kernel_counts_no_losses_reports_none(monkeypatch):
+    monkeypatch.setattr(node_check, "TCP_INFO", struct.Struct("4096x2Q"))
+    rate, loss = fetch(start_serving("127.0.0.1"), 1 << 20, 1.5)
+    assert rate > 0
+    assert loss is None
 
 
 def ask(asked, check):
