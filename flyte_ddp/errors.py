@@ -150,7 +150,8 @@ class RankFailure(RuntimeError):
             in two attempts. OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
         details: further values: the `place` of a crash in the user's code; the `sizes` that gloo
-            found to differ.
+            found to differ; the process `groups` of a rank that lost a peer, with its latest
+            collectives.
         timestamp: when the failure was noticed, in seconds since the epoch.
     """
 

@@ -7,6 +7,7 @@ process group, so the rank with the smallest number is the one that the others w
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 import threading
@@ -25,13 +26,15 @@ MAX_CPU_SECONDS = 0.001  # the CPU time of a waiting thread between two looks
 NUM_LOOKS = 10  # looks within the timeout
 
 
-def entered_collectives(only_pending: bool = False) -> list[Group]:
+def entered_collectives(only_pending: bool = False, has_failed: bool = False) -> list[Group]:
     """Return the collectives that this rank has entered, for each process group. Returns none if
     torch has no flight recorder.
 
     Args:
         only_pending: look at pending collectives alone, which costs less; the number `entered` then
             counts pending collectives.
+        has_failed: the rank has lost a peer, so torch takes the pending collectives for ended ones.
+            The latest collectives are listed in their place.
     """
     torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
@@ -42,7 +45,7 @@ def entered_collectives(only_pending: bool = False) -> list[Group]:
         for backend in BACKENDS:
             entries += _entries(dump, backend, only_pending)
         groups = {group.group_name: group for group in torch_c10d._world.pg_map}
-        return [_describe(group, torch_c10d, entries) for group in groups.values()]
+        return [_describe(each, torch_c10d, entries, has_failed) for each in groups.values()]
     except Exception:  # torch's internals may change, and a report without them is better than none
         return []
 
@@ -107,15 +110,19 @@ def _entries(dump: Any, backend: str, only_pending: bool) -> list[dict[str, Any]
     return [each for each in pickle.loads(contents).get("entries", ()) if not each["is_p2p"]]
 
 
-def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> Group:
+def _describe(
+    group: Any, torch_c10d: Any, entries: list[dict[str, Any]], has_failed: bool
+) -> Group:
     own = [each for each in entries if each["process_group"][0] == group.group_name]
     name = f"group {group.group_desc}"
     if group.group_desc == "default_pg":
         name = "the default group"
     ranks = tuple(sorted(torch_c10d._world.pg_group_ranks[group]))
     entered = max((each["collective_seq_id"] for each in own), default=0)
-    pending = [_describe_entry(each) for each in own if not each["retired"]]
-    return Group(name, ranks, entered, pending[:MAX_PENDING])
+    pending = [each for each in own if not each["retired"]][:MAX_PENDING]
+    if has_failed:
+        pending = own[-MAX_PENDING:]
+    return Group(name, ranks, entered, [_describe_entry(each) for each in pending])
 
 
 def _describe_entry(entry: dict[str, Any]) -> Collective:
@@ -127,4 +134,5 @@ def _describe_entry(entry: dict[str, Any]) -> Collective:
     if inputs and len(inputs) < 80:
         what = f"{operation} of {inputs}"
     since = entry["time_created_ns"] / 1e9
-    return Collective(entry["collective_seq_id"], operation, what, since)
+    num_elements = sum(map(math.prod, entry["input_sizes"]))
+    return Collective(entry["collective_seq_id"], operation, what, since, num_elements)

@@ -53,7 +53,7 @@ from flyte_ddp.process.interpreter import end_threads, has_imported, process_con
 from flyte_ddp.process.standard_streams import open_standard_streams
 from flyte_ddp.process.threads import start_thread
 from flyte_ddp.process.tracebacks import frames_of_user
-from flyte_ddp.rank.collectives import watch_main_thread
+from flyte_ddp.rank.collectives import entered_collectives, watch_main_thread
 from flyte_ddp.rank.link import AgentLink, RankProcess
 from flyte_ddp.rank.session import Session
 from flyte_ddp.storage.redaction import redact_url
@@ -336,7 +336,10 @@ def describe_error(error: BaseException) -> RaisedError:
         return RaisedError("ConfigError", lack, "", False)
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
-    return RaisedError(name, redact_url(message), redact_url(text), is_consequence)
+    groups = []
+    if is_consequence:
+        groups = entered_collectives(has_failed=True)
+    return RaisedError(name, redact_url(message), redact_url(text), is_consequence, groups)
 
 
 def _describe_limit(message: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import FailureKind, GangLost, NodeLost, ProgramError, RankFailure
 from flyte_ddp.launch.control import inspection, stalls
+from flyte_ddp.launch.control.gang_failures import Failures
 from flyte_ddp.launch.control.inspection import Inspection
 from flyte_ddp.launch.control.nodes import Node
 from flyte_ddp.launch.control.policy import AttemptEnd, Before, Next, Rules, decide
@@ -84,6 +86,26 @@ def drop_a_layer():
         model(torch.ones(2, 4), drops=(rank, step) == (1, 1)).sum().backward()
 
 
+def differ(kind, number=1):
+    """Three ranks, of which one enters another collective than the others in one step."""
+
+    def train():
+        import torch
+
+        rank, dist = begin()
+        for step in range(5):
+            dist.all_reduce(torch.ones(300))
+            is_odd = (rank, step) == (number, 3)
+            if is_odd and kind == "larger":
+                dist.all_reduce(torch.ones(8000))
+            elif is_odd and kind == "smaller":
+                dist.all_reduce(torch.ones(4))
+            elif not is_odd:
+                dist.all_reduce(torch.ones(8))
+
+    return train
+
+
 SAME = rf"{stalls.SAME_COLLECTIVES}$"
 PLACE = r"at test_mistaken_collectives\.py:\d+ in"
 
@@ -111,7 +133,8 @@ PLACE = r"at test_mistaken_collectives\.py:\d+ in"
             send_other_sizes,
             None,
             rf"rank \d was ended by gloo {PLACE} send_other_sizes: what a peer sent does not fit "
-            rf"\(op\.preamble\.length <= op\.nbytes\. \d+ vs \d+\)\. {SAME}",
+            r"\(op\.preamble\.length <= op\.nbytes\. \d+ vs \d+\)\. Its peers: rank \d in "
+            rf"all_reduce of float \[4000\] \(collective 4 of the default group\)\. {SAME}",
             id="other sizes",
         ),
         pytest.param(
@@ -134,6 +157,36 @@ def test_it_is_named_in_one_line_and_nothing_starts_again(
     assert rank in (None, caught.value.rank)
     assert caught.value.is_user_error
     assert not [line for line in caplog.messages if "restarts" in line]
+
+
+@pytest.mark.parametrize(("kind", "odd"), [("larger", "[8000]"), ("left out", "[300]")])
+def test_the_rank_that_differs_from_the_others_is_named_although_another_is_ended(
+    kind, odd, forked_functions
+):
+    with raises_one_line(RankFailure, match="All ranks have to enter") as caught:
+        run(differ(kind), 3)
+    assert caught.value.rank == 1
+    text = str(caught.value)
+    assert re.match(rf"rank 1 entered another collective than the others, {PLACE} train: ", text)
+    assert f"rank 1 in all_reduce of float {odd}" in text
+    assert re.search(r"rank [02] in all_reduce of float \[8\]", text)
+    assert re.search(
+        r" \(collective 8 of the default group\)\. gloo ended rank [02]: what it got does not fit "
+        rf"\(.* \d+ vs \d+\)\. {SAME}",
+        text,
+    )
+
+
+def test_a_rank_that_is_ended_because_of_its_own_collective_is_named(forked_functions):
+    with raises_one_line(RankFailure, match="All ranks have to enter") as caught:
+        run(differ("smaller"), 3)
+    assert caught.value.rank == 1
+    assert re.match(
+        rf"rank 1 was ended by gloo {PLACE} train: what a peer sent does not fit \(.*\)\. Its "
+        r"peers: ranks 0 and 2 in all_reduce of float \[8\] \(collective 8 of the default group\)"
+        rf"\. {SAME}",
+        str(caught.value),
+    )
 
 
 @pytest.mark.long
@@ -291,13 +344,13 @@ def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, forked_f
     assert not isinstance(caught.value, GangLost)
 
 
-def stalled(number, what, silent_for=31.0):
+def stalled(number, what, silent_for=31.0, node="node-1"):
     """A rank that waits in collective 7, called in the user's own code."""
     state = Group(
         "the default group", (0, 1, 2), 7, [Collective(7, what, what.partition(" ")[0], 1.0)]
     )
     stack = [IN_TORCH, '  File "/home/me/job.py", line 8 in step']
-    return InspectedRank(number, 5, silent_for, stack, groups=[state])
+    return InspectedRank(number, 5, silent_for, stack, groups=[state], node=node)
 
 
 def test_ranks_that_wait_in_different_collectives_are_a_mistake_of_the_program():
@@ -308,10 +361,76 @@ def test_ranks_that_wait_in_different_collectives_are_a_mistake_of_the_program()
     assert str(found) == (
         "no rank made progress for 31 s (stall_timeout: 30): the ranks are in different "
         "collectives: ranks 0 and 2 in barrier, rank 1 in broadcast of float [8] (collective 7 of "
-        f"the default group), at job.py:8 in step. {stalls.SAME_COLLECTIVES}"
+        f"the default group), at job.py:8 in step on node-1. {stalls.SAME_COLLECTIVES}"
     )
     same = [stalled(number, "barrier") for number in range(3)]
     assert stalls.judge(Suspicion(31.0), same, stall_timeout=30.0).kind is FailureKind.STALL
+
+
+def bereaved(number, **sizes):
+    """A rank that lost its peer, and what it entered last: elements by the number, from `c7` on."""
+    collectives = [
+        Collective(int(name[1:]), "all_reduce", f"all_reduce of float [{size}]", 1.0, size)
+        for name, size in sizes.items()
+    ]
+    groups = [
+        Group("group pair", (0, 1), 2, [Collective(2, "barrier", "barrier", 1.0)]),
+        Group("the default group", (0, 1, 2, 3), 8, collectives),
+    ]
+    stack = [IN_TORCH, '  File "/home/me/job.py", line 8 in step']
+    return InspectedRank(number, 5, None, stack, groups=groups, node=f"node-{number}")
+
+
+@pytest.mark.parametrize(
+    ("others", "rank", "expected"),
+    [
+        pytest.param(
+            [bereaved(0, c7=8), bereaved(1, c7=9), bereaved(2, c7=8)],
+            1,
+            "node-1: rank 1 entered another collective than the others, at job.py:8 in step: "
+            "ranks 0 and 2 in all_reduce of float [8], rank 1 in all_reduce of float [9] "
+            "(collective 7 of the default group). gloo ended rank 3",
+            id="alone",
+        ),
+        pytest.param(
+            [bereaved(0, c7=8), bereaved(2, c7=9)], 2, "node-2: rank 2 entered another", id="larger"
+        ),
+        pytest.param(
+            [bereaved(0, c7=8, c8=5), bereaved(1, c7=9, c8=8), bereaved(2, c7=8, c8=5)],
+            1,
+            "node-1: rank 1 entered another collective than the others, at job.py:8 in step: "
+            "ranks 0 and 2 in all_reduce of float [8], rank 1 in all_reduce of float [9] "
+            "(collective 7",
+            id="the first",
+        ),
+        pytest.param(
+            [bereaved(0, c7=8, c8=5), bereaved(1, c7=8)],
+            3,
+            "node-3: rank 3 was ended by gloo at job.py:9 in f: what a peer sent does not fit "
+            "(64 vs 8). Its peers: rank 0 in all_reduce of float [5] (collective 8 of",
+            id="itself",
+        ),
+        pytest.param([InspectedRank(0, 5, None, groups=[])], 3, "node-3: rank 3 was", id="none"),
+    ],
+)
+def test_the_rank_whose_collective_differs_is_found_from_what_the_others_entered(
+    others, rank, expected
+):
+    failures = Failures([], world_size=4)
+    details = {"sizes": "64 vs 8", "place": "job.py:9 in f"}
+    ended = RankFailure("killed", 3, FailureKind.SIGNAL, "SIGABRT", details=details)
+    failures.add_of(Node(3, "node-3"), ended, is_stopping=False)
+    for each in others:
+        echo = RankFailure(
+            "\n".join(reversed(each.stack)), each.number, cause="RuntimeError: gloo",
+            is_consequence=True, details={"groups": each.groups},
+        )  # fmt: skip
+        failures.add_of(Node(each.number, each.node), echo, is_stopping=False)
+    found = failures.explain()
+    assert (found.rank, found.is_user_error) == (rank, True)
+    assert str(found).startswith(expected)
+    assert str(found).endswith(stalls.SAME_COLLECTIVES)
+    assert failures.is_cause_known() is (len(others) == 3)
 
 
 @pytest.mark.parametrize(

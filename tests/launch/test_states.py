@@ -123,6 +123,7 @@ def test_a_gang_that_ends_in_order_starts_again_elsewhere(ended, has_failed, exp
 RAISED = RankFailure("rank 1 failed", 1, "exception", "ValueError: bad")
 MINE = RankFailure("rank 1 failed", 1, "exception", "ConfigError: bad")
 ECHO = RankFailure("rank 0 failed", 0, "exception", "RuntimeError: gloo", is_consequence=True)
+MISFIT = RankFailure("misfit", 1, cause="ProgramError: misfit", details={"sizes": "8 vs 4"})
 STALL = RankFailure("no rank made progress", -1, "stall", "stall")
 SIGNAL = RankFailure("rank 1 was killed", 1, "signal", "SIGABRT")
 SIGKILL = RankFailure("rank 1 was killed", 1, "signal", "SIGKILL")
@@ -138,6 +139,8 @@ WRITING, ENDING = {"is_writing": True}, {"is_ending": True}
         ([RAISED], WRITING, RAISED, WRITE_GRACE),  # the checkpoint is worth more than the time
         ([MINE], WRITING, MINE, WRITE_GRACE),
         ([MINE], ENDING, MINE, 0.0),
+        ([MISFIT], ENDING, MISFIT, 0.0),
+        ([MISFIT], {"lacks_ranks": True}, MISFIT, ECHO_GRACE),
         ([SIGNAL], WRITING, SIGNAL, CAUSE_GRACE),  # The writing rank may wait for the killed one.
         ([ECHO], {}, ECHO, ECHO_GRACE),
         ([ECHO], {"num_nodes": 1}, ECHO, CAUSE_GRACE),

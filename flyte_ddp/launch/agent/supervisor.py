@@ -516,7 +516,8 @@ def _describe_error(rank: int, error: RaisedError) -> RankFailure:
     what, cause = f"rank {rank} failed: {error.name}", f"{error.name}: {error.message}"
     if error.message:
         what += f": {shorten(error.message, MAX_MESSAGE)}"
-    failure = RankFailure(what, rank, FailureKind.EXCEPTION, cause, error.is_consequence)
+    details = {"groups": error.groups}
+    failure = RankFailure(what, rank, FailureKind.EXCEPTION, cause, error.is_consequence, details)
     if error.trace and not failure.is_user_error:  # a user's error needs no traceback
         failure.args = (f"{what}\n{shorten_traceback(error.trace)}",)
     return failure

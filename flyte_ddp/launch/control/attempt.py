@@ -73,7 +73,7 @@ class Attempt:
     ) -> None:
         self.nodes, self.stop = nodes, stop
         self.state: State = Starting()
-        self.failures = Failures(nodes.nodes)
+        self.failures = Failures(nodes.nodes, nodes.world_size)
         self.inspection = Inspection(nodes, relay)
         self.check = NodeCheck(nodes, emit)
         self.receiver = Receiver(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, NodeLost, RankFailure, WrongResult
 from flyte_ddp.launch.control.nodes import Node
-from flyte_ddp.launch.control.stalls import explain, lost_failure
+from flyte_ddp.launch.control.stalls import explain, lost_failure, misfit_failure
 from flyte_ddp.launch.protocol.failures import find_place
+from flyte_ddp.launch.protocol.messages import InspectedRank
 
 LIBRARIES = re.compile("gloo|NCCL")  # libraries that report a lost peer in their errors
 # no failure of another rank ends a rank in these ways
@@ -29,12 +30,13 @@ class Failures:
     """The failures of the ranks and nodes of one attempt."""
 
     nodes: Sequence[Node]
+    world_size: int
     noted: list[Failure] = field(default_factory=list)  # failures in the order of their notice
     # Failures of ranks that had been asked to end. A signal may have ended these ranks.
     late: list[Failure] = field(default_factory=list)
     first_at: float = float("inf")  # monotonic
-    # place in the code where each rank lost a peer in a collective, by the rank's number
-    _lost_peers: dict[int, str] = field(default_factory=dict)
+    # ranks that lost a peer in a collective, by their number
+    _bereaved: dict[int, InspectedRank] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.noted)
@@ -61,7 +63,10 @@ class Failures:
             self.add(failure)
             return
         if failure.is_consequence and LIBRARIES.search(failure.cause):
-            self._lost_peers[failure.rank] = find_place(reversed(str(failure).splitlines()))
+            trace, groups = str(failure).splitlines()[::-1], failure.details.get("groups")
+            self._bereaved[failure.rank] = InspectedRank(
+                failure.rank, node.beat.step, None, trace, groups, node=node.label
+            )
         if is_wrong_result(failure):
             node.is_slow = True
         failure = explain(failure)
@@ -80,6 +85,8 @@ class Failures:
             len(self.nodes),
             any(beat.is_writing for beat in running),
             any(beat.is_ending for beat in running),
+            len({each.rank for each in failures if isinstance(each, RankFailure)})
+            < self.world_size,
         )
         return time.monotonic() - self.first_at >= grace
 
@@ -88,8 +95,11 @@ class Failures:
         cause = find_cause(self.noted)
         if isinstance(cause, RankFailure):
             ended = [number for node in self.nodes for number in node.beat.ended]
-            if cause.rank in self._lost_peers and ended:
-                return lost_failure(cause.rank, ended, self._lost_peers[cause.rank])
+            if cause.rank in self._bereaved and ended:
+                place = find_place(self._bereaved[cause.rank].stack)
+                return lost_failure(cause.rank, ended, place)
+            if "sizes" in cause.details:
+                return misfit_failure(cause, [each for _, each in sorted(self._bereaved.items())])
             # Where no other node could be lost, the program itself has closed the connection that
             # the error names.
             cause.is_consequence &= len(self.nodes) > 1
@@ -97,18 +107,28 @@ class Failures:
 
 
 def cause_grace(
-    failures: Sequence[Failure], num_nodes: int, is_writing: bool, is_ending: bool
+    failures: Sequence[Failure],
+    num_nodes: int,
+    is_writing: bool,
+    is_ending: bool,
+    lacks_ranks: bool = False,
 ) -> float:
     """Return for how many seconds failures may wait for their cause, and for a checkpoint.
 
     Args:
         is_writing: rank 0 writes a checkpoint.
         is_ending: a rank that has raised still runs.
+        lacks_ranks: some ranks have not failed yet. Their collectives may tell which rank entered
+            another one than they did.
     """
     if any(_rank(each) == 0 for each in failures):
         return 0.0
     if is_writing and all(each.kind is FailureKind.EXCEPTION for each in failures):
         return WRITE_GRACE
+    if lacks_ranks and any(
+        isinstance(each, RankFailure) and "sizes" in each.details for each in failures
+    ):
+        return ECHO_GRACE
     if any(each.is_user_error for each in failures):
         return 0.0
     is_echo = num_nodes > 1 and all(_rank(each) > 1 for each in failures)

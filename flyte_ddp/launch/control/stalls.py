@@ -109,6 +109,8 @@ def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
         place = find_place(first.stack)
         if place:
             what = f"{what}, at {place}"
+        if first.node:
+            what = f"{what} on {first.node}"
         return program_failure(f"{what}. {SAME_COLLECTIVES}", first.number)
     lines = [what, *_stacks(ranks, set(culprits.numbers))]
     number = -1
@@ -121,8 +123,7 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks that the others wait for, by the number of collectives that each rank has
     entered.
     """
-    groups = ((group.name, group.ranks) for rank in ranks for group in rank.groups or ())
-    found = [_find_culprits(*name, ranks) for name in dict.fromkeys(groups)]
+    found = [_find_culprits(*name, ranks) for name in _list_groups(ranks)]
     # A culprit that waits in another group's collective is waiting for a rank itself.
     waiting = {rank.number for rank in ranks if rank.pending}
     return min(
@@ -162,6 +163,11 @@ def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[Inspecte
     if len(waiting) == len(members):
         return Culprits(why=f"all ranks wait in {what} ({where})")
     return Culprits()
+
+
+def _list_groups(ranks: Iterable[InspectedRank]) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Return the name and the ranks of each process group."""
+    return dict.fromkeys((group.name, group.ranks) for rank in ranks for group in rank.groups or ())
 
 
 def _find_states(
@@ -243,7 +249,65 @@ def explain(failure: RankFailure) -> RankFailure:
     else:
         how = f"failed{where}: {message.partition('. ')[0].partition(chr(10))[0]}"
     text = f"rank {failure.rank} {how}. {hint or SAME_COLLECTIVES}"
-    return program_failure(text, failure.rank)
+    explained = program_failure(text, failure.rank)
+    explained.details = failure.details
+    return explained
+
+
+def misfit_failure(failure: RankFailure, others: Sequence[InspectedRank]) -> RankFailure:
+    """Return the failure of the rank that entered another collective than the others did.
+
+    Args:
+        failure: failure of a rank that gloo has ended, because it got more than it expected. Nobody
+            can ask this rank for its collective.
+        others: ranks that have lost it, with their latest collectives.
+
+    Returns:
+        `failure`, with the collective of `others`, if these agree. Otherwise it is
+            the failure of the rank that is alone. In doubt this is the rank with the largest
+            tensors, because the ended rank got more than it expected.
+    """
+    where, entered = _find_misfit(failure.rank, others)
+    if not entered:
+        return failure
+    kinds = _group_by_kind(entered)
+    each_kind = ", ".join(f"{_name_ranks(those)} in {kind}" for kind, those in kinds.items())
+    if len(kinds) == 1:
+        text = str(failure).removesuffix(SAME_COLLECTIVES)
+        text = f"{text}Its peers: {each_kind} ({where}). {SAME_COLLECTIVES}"
+        return program_failure(text, failure.rank)
+    rarest = min(kinds.values(), key=lambda those: (len(those), -entered[those[0]].num_elements))
+    first = next(rank for rank in others if rank.number == rarest[0])
+    what = f"{_name_ranks(rarest)} entered another collective than the others"
+    if first.node:
+        what = f"{first.node}: {what}"
+    place = find_place(first.stack)
+    if place:
+        what = f"{what}, at {place}"
+    ended = f"gloo ended rank {failure.rank}: what it got does not fit ({failure.details['sizes']})"
+    return program_failure(
+        f"{what}: {each_kind} ({where}). {ended}. {SAME_COLLECTIVES}", first.number
+    )
+
+
+def _find_misfit(ended: int, others: Sequence[InspectedRank]) -> tuple[str, dict[int, Collective]]:
+    """Return the name of the first collective in which `others` differ, or of their latest one, and
+    as what each of them entered it, by its number. Return nothing if no collective is known.
+
+    Args:
+        ended: a rank that took part.
+    """
+    found: dict[str, dict[int, Collective]] = {}
+    for name, numbers in _list_groups(others):
+        if ended in numbers:
+            for number, group in _find_states(name, numbers, others).items():
+                for each in group.pending:
+                    where = f"collective {each.number} of {name}"
+                    found.setdefault(where, {})[number] = each
+    for where, entered in found.items():
+        if len(_group_by_kind(entered)) > 1:
+            return where, entered
+    return next(reversed(found.items()), ("", {}))
 
 
 def _say_left(left: Sequence[int], waiting: str, place: str) -> str:

@@ -101,6 +101,7 @@ class Collective:
     operation: str
     what: str  # description for people
     since: float  # start of the wait, in seconds since the epoch
+    num_elements: int = 0  # elements of the rank's own tensors
 
 
 @dataclass(frozen=True)
@@ -343,6 +344,8 @@ class RaisedError:
     message: str
     trace: str  # traceback; "" where the message is enough
     is_consequence: bool  # the rank lost a peer
+    # the latest collectives of a rank that lost a peer, in the place of the pending ones
+    groups: list[Group] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
