@@ -227,6 +227,7 @@ def test_the_same_code_with_other_settings_is_another_version(registered):
     assert registered["register"]["version"] != registered["register_gpus"]["version"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "expected"),
     [

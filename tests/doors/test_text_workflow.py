@@ -94,9 +94,11 @@ def test_the_state_alone_continues_a_text_as_its_run_did(trained):
         ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(trained, inputs, expected):
+def test_bad_input_is_refused_in_one_line(model, tmp_path, inputs, expected):
+    file = tmp_path / "model_state.pt"
+    torch.save(model.state_dict(), file)
     with pytest.raises(InputError) as caught:
-        generate_text_wf(model_state=FlyteFile(str(trained[1])), **inputs)
+        generate_text_wf(model_state=FlyteFile(str(file)), **inputs)
     assert expected in caught.value.message
     assert "\n" not in caught.value.message
 

@@ -327,6 +327,7 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     ]
 
 
+@pytest.mark.long
 def test_the_workflow_shows_its_models_while_they_train_and_at_the_end(outputs, chromium):
     returned, output, published = outputs
     for number, rate in ((1, "0.0001"), (2, "0.01")):

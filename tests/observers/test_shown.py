@@ -56,23 +56,32 @@ NAMES = {  # a name that a user gives, and what a page shows of it
 }
 
 
-def run_with(name) -> list[events.Event]:
-    """A run in which `name` is the name of all that has one."""
-    text = str(name)
-    scores = {"other": 0.25} | ({name: 0.75} if name.__hash__ else {})
-    return [
+def run_with(*names) -> list[events.Event]:
+    """A run in which all that has a name has one of `names`, if there can be several."""
+    texts = [str(name) for name in names]
+    data, values = texts[0], dict.fromkeys(texts, 0.5)
+    scores = {"other": 0.25} | {name: 0.75 for name in names if name.__hash__}
+    made = [
         started(
-            data=text, layers=[LayerDescribed(text, text, [1], 1)], config={"epochs": 3, text: text}
+            data=data,
+            layers=[LayerDescribed(text, text, [1], 1) for text in texts],
+            config={"epochs": 3, **dict.fromkeys(texts, data)},
         ),
         loaded(),
-        Reported(4, 1.0, {"loss": 1.0, text: 2.0}),
-        dataclasses.replace(epoch_finished(1), metrics={text: 0.5}, sample=text),
-        PredictionsMade(
-            1, [Prediction(name, "other", scores), Prediction("other", name, scores, text=name)]
-        ),
-        PredictionsMade(1, [Prediction(name, "other", scores), Prediction("other", name, scores)]),
-        dataclasses.replace(run_finished(), best={text: 0.5}),
+        Reported(4, 1.0, {"loss": 1.0, **values}),
+        dataclasses.replace(epoch_finished(1), metrics=values, sample=data),
     ]
+    for text in (data, ""):
+        seen = [
+            each
+            for name in names
+            for each in (
+                Prediction(name, "other", scores),
+                Prediction("other", name, scores, text=text),
+            )
+        ]
+        made.append(PredictionsMade(1, seen))
+    return [*made, dataclasses.replace(run_finished(), best=values)]
 
 
 def strict(text: str | bytes) -> object:
@@ -86,22 +95,27 @@ def strict(text: str | bytes) -> object:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_a_card_and_a_history_take_any_name(name, caplog, tmp_path):
-    given, seen = NAMES[name]
-    report, history, made = Report(), HistoryFile(tmp_path / "history.jsonl"), run_with(given)
+def test_a_card_and_a_history_take_any_name(name, tmp_path):
+    history, made = HistoryFile(tmp_path / "history.jsonl"), run_with(NAMES[name][0])
     for event in made:
-        feed(report, event)
-        history.handle(event)
+        feed(history, event)
     history.close(None)
-    page = report.render().encode().decode()
-    assert seen in page
-    assert caplog.messages == []
-    assert page.count("<svg") >= 5
     lines = (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()
     assert [strict(line)["event"] for line in lines][:2] == ["RunStarted", "CheckpointLoaded"]
     files = card_files(run_card(RunState.of(made)))
     assert strict(files["run_card.json"])["recipe"] == "digits"
     assert files["README.md"].decode()
+
+
+def test_a_page_takes_any_names(caplog):
+    report = Report()
+    for event in run_with(*(given for given, _ in NAMES.values())):
+        feed(report, event)
+    page = report.render().encode().decode()
+    for name, (_, seen) in NAMES.items():
+        assert seen in page, name
+    assert caplog.messages == []
+    assert page.count("<svg") >= 5
 
 
 @pytest.mark.parametrize(
