@@ -5,6 +5,7 @@ trains the same model. Imports no torch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import pkgutil
@@ -28,6 +29,7 @@ from flyte_ddp.launch.train_options import read_fields
 from flyte_ddp.process.temporary_directories import temporary_directory
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.rehearsal.forecast import describe_forecast, forecast, read_plan
 from flyte_ddp.rehearsal.runs import TITLES, Rehearsal
 from flyte_ddp.rehearsal.verdict import Row, Verdict, judge
 
@@ -39,6 +41,26 @@ OPTIONS = (
         2.0,
     ),
     ("--data", "path or URL of the data, for a recipe that reads data of yours", ""),
+    (
+        "--per-hour",
+        "forecast the goodput with so many faults an hour, such as kill=0.5,node=2; also notice, "
+        "store, disk",
+        "",
+    ),
+    (
+        "--interval",
+        "for the forecast: seconds between two states that a restart can begin with (default: as "
+        "in the rehearsal)",
+        0.0,
+    ),
+    (
+        "--absence",
+        "for the forecast: seconds until another node takes the place of a lost one (default: as "
+        "on this machine)",
+        -1.0,
+    ),
+    ("--elastic", "for the forecast: the gang goes on without a lost node, and grows again", False),
+    ("--hours", "for the forecast: length of the training, whose start then counts", 0.0),
     ("--json", "print the verdict as JSON", False),
     ("--report", "file for the HTML page", ""),
     ("program", "a script, MODULE:FUNCTION, or the name of a recipe", None),
@@ -72,6 +94,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     minutes = finite_number("--minutes", options.minutes, above=0, unit="minutes")
     num_ranks = whole_number("--nproc-per-node", options.nproc_per_node, minimum=1)
+    plan = read_plan(
+        options.per_hour,
+        interval=options.interval,
+        absence=options.absence,
+        elastic=options.elastic,
+        hours=options.hours,
+    )
     modules = find_imports(options.program)
     start_server(modules)
     # SIGTERM raises SystemExit, so that the blocks below end their processes.
@@ -88,7 +117,10 @@ def main(arguments: Sequence[str]) -> int:
             num_ranks,
             60 * minutes,
         )
-        verdict = judge(list(rehearsal.rehearse()))
+        runs = list(rehearsal.rehearse())
+    verdict = judge(runs)
+    if plan:
+        verdict.forecast = forecast(runs, plan)
     if options.report:
         from flyte_ddp.rehearsal.page import RehearsalPage
 
@@ -206,7 +238,10 @@ def describe(verdict: Verdict) -> str:
     lines += [
         f"  {TITLES[row.run.name]}: {'; '.join(row.notes)}" for row in verdict.rows if row.notes
     ]
-    return "\n".join([*lines, *(f"{cause.name}: {cause.text}" for cause in verdict.causes)])
+    lines += [f"{cause.name}: {cause.text}" for cause in verdict.causes]
+    if verdict.forecast:
+        lines += describe_forecast(verdict.forecast, TITLES)
+    return "\n".join(lines)
 
 
 def describe_json(verdict: Verdict) -> str:
@@ -232,4 +267,7 @@ def describe_json(verdict: Verdict) -> str:
     causes = [
         {"name": each.name, "where": each.where, "text": each.text} for each in verdict.causes
     ]
-    return json.dumps({"right": verdict.is_right, "rows": rows, "causes": causes}, indent=2)
+    values = {"right": verdict.is_right, "rows": rows, "causes": causes}
+    if verdict.forecast:
+        values["forecast"] = dataclasses.asdict(verdict.forecast)
+    return json.dumps(values, indent=2)

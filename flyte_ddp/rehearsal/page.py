@@ -8,6 +8,7 @@ from typing import Any
 
 from flyte_ddp.observers.reports.drawing import PALETTE, Line, Panel
 from flyte_ddp.observers.reports.page import Card, Page, Table, cell
+from flyte_ddp.rehearsal.forecast import describe_forecast
 from flyte_ddp.rehearsal.runs import TITLES
 from flyte_ddp.rehearsal.verdict import Row, Verdict
 
@@ -34,6 +35,9 @@ class RehearsalPage(Page):
             cells = {head: cell(text) for head, text in self.cells(row).items()}
             shown.append((False, cells))
         causes = [Card(each.name, each.where, each.text) for each in self.verdict.causes]
+        if self.verdict.forecast:
+            first, *costs = describe_forecast(self.verdict.forecast, TITLES)
+            causes.append(Card(first, "", "\n".join(costs)))
         problems = [
             Card(TITLES[row.run.name], "", "\n".join(row.notes)) for row in rows if row.notes
         ]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from flyte_ddp.code.by_value import dumps
 from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped, first_line
+from flyte_ddp.events import AttemptStarted, Event, Listener, RunFinished, RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
@@ -234,9 +235,9 @@ class Rehearsal:
         )
         begun = time.monotonic()
         faults = Faults(directory / "records", num_ranks, seconds or self.seconds_each, make)
-        error = None
+        error, starts = None, Starts()
         try:
-            self._drive(directory, gang, program, faults)
+            self._drive(directory, gang, program, faults, starts)
         except (DataError, ClusterError):
             raise
         except Exception as raised:
@@ -244,6 +245,8 @@ class Rehearsal:
         took = time.monotonic() - begun
         run = read_run(directory)
         run.name, run.seconds = name or place, took
+        run.start_seconds = sum(starts.waits[:1]) + starts.first
+        run.waited_seconds = sum(starts.waits[1:])
         if error:
             run.error, run.exit_code = first_line(error), _exit_code(error)
         run.is_cut = bool(seconds) and isinstance(error, TrainingStopped)
@@ -253,7 +256,9 @@ class Rehearsal:
         print_line(f"{TITLES[run.name]}: {took:.1f} s")
         return run
 
-    def _drive(self, directory: Path, gang: Gang, program: Program, faults: Faults) -> None:
+    def _drive(
+        self, directory: Path, gang: Gang, program: Program, faults: Faults, starts: Starts
+    ) -> None:
         """Run the program to its end while another thread makes the faults."""
         job = Job(program, str(directory / CHECKPOINTS), time.time())
         thread = start_thread("faults", faults.make_when_due)
@@ -261,10 +266,24 @@ class Rehearsal:
             try:
                 relay = lambda line: print(line, file=log)  # noqa: E731
                 with gang.open_place(program) as place:
-                    driver.run(job, place, self.data, (), relay, faults.stop)
+                    driver.run(job, place, self.data, (starts,), relay, faults.stop)
             finally:
                 faults.is_over.set()
                 thread.join()
+
+
+@dataclass
+class Starts(Listener):
+    """Knows how long the ranks of a run took to start, in seconds."""
+
+    waits: list[float] = field(default_factory=list)  # the wait of each attempt for its nodes
+    first: float = 0.0  # the first start, without its wait
+
+    def handle(self, event: Event, state: RunState) -> None:
+        if isinstance(event, AttemptStarted):
+            self.waits.append(event.waited_seconds)
+        elif isinstance(event, RunFinished):
+            self.first = state.time_spent().starting
 
 
 @dataclass

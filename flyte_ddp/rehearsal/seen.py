@@ -80,6 +80,8 @@ class Run:
     initial: list[float] = field(default_factory=list)  # weights
     num_redone: int = 0
     pause: float = 0.0  # the longest time between two steps, in seconds
+    start_seconds: float = 0.0  # from the launch to the first step
+    waited_seconds: float = 0.0  # the gang waited for nodes after its first start
     files: Counter[str] = field(default_factory=Counter)
     tensors: dict[str, list[float]] = field(default_factory=dict)
     is_stored: bool = False

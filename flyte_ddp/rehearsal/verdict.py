@@ -18,6 +18,7 @@ from flyte_ddp.rehearsal.causes import (
     is_placed_later,
 )
 from flyte_ddp.rehearsal.differences import TOLERANCE, difference, find_dependence
+from flyte_ddp.rehearsal.forecast import Forecast
 from flyte_ddp.rehearsal.seen import Run
 
 FILE_TOLERANCE = 1e-4  # difference of a tensor in a file, on the same number of ranks
@@ -63,6 +64,7 @@ class Verdict:
 
     rows: list[Row]
     causes: list[Cause]
+    forecast: Forecast | None = None  # None where nobody has asked for it
 
     @property
     def is_right(self) -> bool:

@@ -67,13 +67,20 @@ def rehearse(directory, *arguments, command=("-m", "flyte_ddp", "rehearse")):
 @pytest.mark.slow
 def test_a_script_that_resumes_is_right_under_every_fault(tmp_path):
     script = REPOSITORY / "examples/scripts/ddp.py"
-    code, printed = rehearse(tmp_path, "--json", str(script), "--epochs", "2")
+    plan = ["--per-hour", "kill=4,notice=2,node=6"]
+    code, printed = rehearse(tmp_path, "--json", *plan, str(script), "--epochs", "2")
     verdict = json.loads(printed)
     assert (code, verdict["right"], verdict["causes"]) == (0, True, []), printed
     rows = {row["fault"]: row for row in verdict["rows"]}
     assert rows.keys() == runs.TITLES.keys()
     assert {row["verdict"] for row in rows.values()} == {"right"}
     assert rows["notice"]["steps_again"] == 0
+    found = verdict["forecast"]
+    assert (found["problem"], found["costs"].keys()) == ("", {"kill", "notice", "node"})
+    assert 0.5 < found["goodput"] < 1
+    cost = found["costs"]["node"]
+    assert cost["waiting"] > 1, "a worker of Dask has to start"
+    assert cost["pause"] + cost["waiting"] < rows["node"]["seconds_without_a_step"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,13 +173,17 @@ def test_the_tensors_in_files_of_every_kind_are_read(tmp_path):
 @pytest.mark.long
 def test_a_function_and_a_recipe_are_rehearsed(tmp_path, program):
     (tmp_path / "trains.py").write_text(FUNCTION)
-    code, printed = rehearse(tmp_path, *program, command=("-c", SHORT))
+    plan = ["--per-hour", "kill=36", "--hours", "1"]
+    code, printed = rehearse(tmp_path, *plan, *program, command=("-c", SHORT))
     verdict = json.loads(printed[printed.index("{") :])
     assert (code, verdict["right"], verdict["causes"]) == (0, True, []), printed
     rows = {row["fault"]: row for row in verdict["rows"]}
     assert [row["verdict"] for row in rows.values()] == ["right"] * 3
     assert (rows["kill"]["restarts"], rows["kill"]["weights_difference"] < 1e-6) == (1, True)
     assert rows["undisturbed"]["steps"] >= 3
+    cost, lost = verdict["forecast"]["costs"]["kill"], 1 - verdict["forecast"]["goodput"]
+    assert 0 < cost["pause"] < rows["kill"]["seconds_without_a_step"]
+    assert lost > 36 * (cost["pause"] + cost["repeated"]) / 3600, "the start counts too"
 
 
 def test_a_shorter_run_has_two_epochs_of_whole_batches():

@@ -1,0 +1,171 @@
+"""Forecast the goodput of a training: the share of its time in which it gets on. The costs of the
+faults are those of a rehearsal; how often they happen is given. Imports neither torch nor Dask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from flyte_ddp.config.fields import finite_number
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rehearsal.seen import Run
+
+NODE = "node"
+KINDS = ("kill", "notice", "store", "disk", NODE)  # faults that leave the number of ranks as it is
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen to a training.
+
+    Attributes:
+        rates: faults an hour, by kind.
+        interval: seconds between two states that a restart can begin with; 0: as in the rehearsal.
+        absence: seconds until another node takes the place of a lost one; negative: as in the
+            rehearsal.
+        is_elastic: the gang goes on without a lost node, and starts again with another one.
+        hours: length of the training; 0 for one so long that its first start does not count.
+    """
+
+    rates: Mapping[str, float]
+    interval: float = 0.0
+    absence: float = -1.0
+    is_elastic: bool = False
+    hours: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one fault costs, in seconds."""
+
+    pause: float  # without a step, but for the wait for another node
+    repeated: float  # steps that are done once more
+    waiting: float = 0.0  # the wait for another node
+
+    @property
+    def seconds(self) -> float:
+        return self.pause + self.repeated + self.waiting
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training will spend its time on.
+
+    Attributes:
+        goodput: in [0, 1].
+        costs: what each kind of fault costs once.
+        start_seconds: from the launch to the first step.
+        problem: why there is no goodput; "" if there is.
+    """
+
+    plan: Plan
+    goodput: float = 0.0
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    start_seconds: float = 0.0
+    problem: str = ""
+
+
+def read_plan(
+    text: str, *, interval: float, absence: float, elastic: bool, hours: float
+) -> Plan | None:
+    """Return the plan that the options of a command ask for; None if they ask for none.
+
+    Args:
+        text: faults an hour by kind, such as "kill=0.5,node=2".
+
+    Raises:
+        ConfigError: an option has a wrong value, or no effect.
+    """
+    plan = Plan(
+        {},
+        finite_number("--interval", interval, minimum=0, unit="seconds"),
+        finite_number("--absence", absence, minimum=-1, unit="seconds"),
+        elastic,
+        finite_number("--hours", hours, minimum=0, unit="hours"),
+    )
+    if text:
+        return dataclasses.replace(plan, rates=_read_rates(text))
+    if plan != Plan({}):
+        raise ConfigError(
+            "--per-hour: expected faults an hour, such as kill=0.5,node=2, for --interval, "
+            "--absence, --elastic or --hours, got none"
+        )
+    return None
+
+
+def _read_rates(text: str) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    for part in text.split(","):
+        kind, is_given, number = part.strip().partition("=")
+        if kind not in KINDS or not is_given:
+            raise ConfigError(
+                f"--per-hour: expected numbers of {', '.join(KINDS)}, such as kill=0.5,node=2, got "
+                f"{text!r}"
+            )
+        value: float | str = number
+        with contextlib.suppress(ValueError):
+            value = float(number)
+        rates[kind] = finite_number(f"--per-hour: {kind}", value, minimum=0)
+    return rates
+
+
+def forecast(runs: Sequence[Run], plan: Plan) -> Forecast:
+    """Return the goodput of a training by the runs of a rehearsal, the undisturbed run first.
+
+    The costs of the faults add up, also those of faults in the same minute.
+    """
+    by_name = {run.name: run for run in runs}
+    costs = {}
+    for kind in plan.rates:
+        run = by_name[kind]
+        reason = run.not_tried
+        if run.exit_code:
+            reason = f"it failed: {run.error}"
+        if reason:
+            return Forecast(plan, problem=f"the cost of {kind} is not known: {reason}")
+        costs[kind] = _find_cost(run, runs[0], plan)
+    lost = sum(rate * costs[kind].seconds for kind, rate in plan.rates.items()) / HOUR
+    # Where nodes are lost the training has several, and a start of its own kind.
+    first = by_name[NODE] if plan.rates.get(NODE) else runs[0]
+    if plan.hours:
+        lost += first.start_seconds / (HOUR * plan.hours)
+    return Forecast(plan, max(0.0, 1.0 - lost), costs, first.start_seconds)
+
+
+def _find_cost(run: Run, undisturbed: Run, plan: Plan) -> Cost:
+    times = [step.at for step in undisturbed.steps]
+    step_seconds = median(later - at for at, later in itertools.pairwise(times))
+    repeated = run.num_redone * step_seconds
+    if plan.interval:
+        repeated = plan.interval / 2
+    pause, waiting = max(0.0, run.pause - step_seconds), 0.0
+    if run.name == NODE:
+        waiting = min(run.waited_seconds, pause)
+        pause -= waiting
+        if plan.absence >= 0:
+            waiting = plan.absence
+        if plan.is_elastic:  # starts once without the node, and once with another one
+            pause, waiting = 2 * pause, 0.0
+    return Cost(pause, repeated, waiting)
+
+
+def describe_forecast(found: Forecast, titles: Mapping[str, str]) -> list[str]:
+    """Return the forecast as lines."""
+    if found.problem:
+        return [f"goodput: not known, because {found.problem}"]
+    lines = [f"goodput: {found.goodput:.1%}"]
+    for kind, cost in found.costs.items():
+        parts = {
+            "without a step": cost.pause,
+            "of steps that are repeated": cost.repeated,
+            "until another node is there": cost.waiting,
+        }
+        texts = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds]
+        lines.append(f"  {titles[kind]}, {found.plan.rates[kind]:g} an hour: {', '.join(texts)}")
+    return lines
