@@ -7,9 +7,12 @@ import dataclasses
 import pytest
 
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.rehearsal.command import format_row
 from flyte_ddp.rehearsal.forecast import Plan, describe_forecast, forecast, read_plan
+from flyte_ddp.rehearsal.page import RehearsalPage
 from flyte_ddp.rehearsal.runs import TITLES
 from flyte_ddp.rehearsal.seen import Run, Step
+from flyte_ddp.rehearsal.verdict import Row, Verdict
 
 STEP_SECONDS = 0.5
 NO_OPTIONS = {"interval": 0.0, "absence": -1.0, "elastic": False, "hours": 0.0}
@@ -69,6 +72,14 @@ def test_each_fault_is_a_line_with_its_parts():
         "repeated, 8.0 s until another node is there",
         "  a notice (SIGTERM), and the command again, 0.5 an hour: 1.0 s without a step",
     ]
+
+
+def test_the_page_shows_it():
+    found = forecast(RUNS, Plan({"node": 9.0}))
+    verdict = Verdict([Row(RUNS[0], [])], [], found)
+    page = RehearsalPage("train.py", verdict, format_row).render()
+    assert "goodput: 97.0%" in page
+    assert "9 an hour: 2.0 s without a step" in page
 
 
 def test_a_plan_is_read_from_options():
