@@ -124,12 +124,16 @@ def forecast(runs: Sequence[Run], plan: Plan) -> Forecast:
     costs = {}
     for kind in plan.rates:
         run = by_name[kind]
+        if kind == NODE and plan.is_elastic:  # The nodes that stay start as after a killed rank.
+            run = by_name["kill"]
         reason = run.not_tried
         if run.exit_code:
             reason = f"it failed: {run.error}"
         if reason:
             return Forecast(plan, problem=f"the cost of {kind} is not known: {reason}")
         costs[kind] = _find_cost(run, runs[0], plan)
+        if kind == NODE and plan.is_elastic:  # They start once more when another node is there.
+            costs[kind] = dataclasses.replace(costs[kind], pause=2 * costs[kind].pause)
     lost = sum(rate * costs[kind].seconds for kind, rate in plan.rates.items()) / HOUR
     # Where nodes are lost the training has several, and a start of its own kind.
     first = by_name[NODE] if plan.rates.get(NODE) else runs[0]
@@ -150,8 +154,6 @@ def _find_cost(run: Run, undisturbed: Run, plan: Plan) -> Cost:
         pause -= waiting
         if plan.absence >= 0:
             waiting = plan.absence
-        if plan.is_elastic:  # starts once without the node, and once with another one
-            pause, waiting = 2 * pause, 0.0
     return Cost(pause, repeated, waiting)
 
 
