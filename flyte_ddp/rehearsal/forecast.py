@@ -135,11 +135,12 @@ def forecast(runs: Sequence[Run], plan: Plan) -> Forecast:
         if kind == NODE and plan.is_elastic:  # They start once more when another node is there.
             costs[kind] = dataclasses.replace(costs[kind], pause=2 * costs[kind].pause)
     lost = sum(rate * costs[kind].seconds for kind, rate in plan.rates.items()) / HOUR
-    # Where nodes are lost the training has several, and a start of its own kind.
-    first = by_name[NODE] if plan.rates.get(NODE) else runs[0]
+    start = runs[0].start_seconds
+    if plan.rates.get(NODE):  # Such a training has several nodes, which start in another way.
+        start = by_name[NODE].start_seconds or start
     if plan.hours:
-        lost += first.start_seconds / (HOUR * plan.hours)
-    return Forecast(plan, max(0.0, 1.0 - lost), costs, first.start_seconds)
+        lost += start / (HOUR * plan.hours)
+    return Forecast(plan, max(0.0, 1.0 - lost), costs, start)
 
 
 def _find_cost(run: Run, undisturbed: Run, plan: Plan) -> Cost:

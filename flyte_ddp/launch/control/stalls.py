@@ -263,9 +263,9 @@ def misfit_failure(failure: RankFailure, others: Sequence[InspectedRank]) -> Ran
         others: ranks that have lost it, with their latest collectives.
 
     Returns:
-        `failure`, with the collective of `others`, if these agree. Otherwise it is
-            the failure of the rank that is alone. In doubt this is the rank with the largest
-            tensors, because the ended rank got more than it expected.
+        `failure`, with the collective of `others`, if these agree. Otherwise it is the failure of
+            the rank that is alone. In doubt this is the rank with the largest tensors, because the
+            ended rank got more than it expected.
     """
     where, entered = _find_misfit(failure.rank, others)
     if not entered:
@@ -291,8 +291,8 @@ def misfit_failure(failure: RankFailure, others: Sequence[InspectedRank]) -> Ran
 
 
 def _find_misfit(ended: int, others: Sequence[InspectedRank]) -> tuple[str, dict[int, Collective]]:
-    """Return the name of the first collective in which `others` differ, or of their latest one, and
-    as what each of them entered it, by its number. Return nothing if no collective is known.
+    """Return the first collective in which `others` differ, or else their latest one: its name, and
+    what each rank entered there, by the number of the rank. Return nothing if none is known.
 
     Args:
         ended: a rank that took part.
