@@ -145,6 +145,20 @@ def seed_all():
         seed(7)
 
 
+def leaves_draws_alone(action):
+    """Return whether `action` draws no random numbers of this process. A library's thread that an
+    earlier test has left may draw a time to wait, so there are three tries.
+    """
+    seed_all()
+    expected = draw()
+    for _ in range(3):
+        seed_all()
+        action()
+        if draw() == expected:
+            return True
+    return False
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stream_goes_on_in_mid_epoch_at_another_number_of_ranks_with_its_epochs_draws(
     num_workers, monkeypatch
@@ -157,13 +171,13 @@ def test_a_stream_goes_on_in_mid_epoch_at_another_number_of_ranks_with_its_epoch
 
     whole = [sample for samples in read(0, 1, 2) for sample in samples]
     assert whole not in (sum(read(0, 1, 3), []), sum(read(0, 1, 2, seed=1), []))
-    seed_all()
-    expected = draw()
-    seed_all()
-    ranks = [read(rank, 2, 2, resumes=True) for rank in range(2)]
-    rest = [sample for parts in zip(*ranks, strict=True) for samples in parts for sample in samples]
-    assert rest == whole[12:]
-    assert draw() == expected, "the loop's own draws have changed"
+
+    def read_rest():
+        ranks = [read(rank, 2, 2, resumes=True) for rank in range(2)]
+        rest = [each for parts in zip(*ranks, strict=True) for samples in parts for each in samples]
+        assert rest == whole[12:]
+
+    assert leaves_draws_alone(read_rest)
 
 
 AT_12 = {"epoch": 2, "num_samples": 12, "is_over": False, "num_sets": 0}
@@ -205,11 +219,11 @@ def test_augmentation_is_the_samples_own_and_the_loops_draws_are_left_alone(monk
 
     expected = rows(0, 1)
     assert len({row[1:] for row in expected}) == SIZE
-    seed_all()
-    drawn = draw()
-    seed_all()
-    assert rows(0, 2) | rows(1, 2, num_workers=1) == expected
-    assert draw() == drawn
+
+    def read_by_two():
+        assert rows(0, 2) | rows(1, 2, num_workers=1) == expected
+
+    assert leaves_draws_alone(read_by_two)
 
 
 @pytest.mark.parametrize(
