@@ -15,18 +15,19 @@ from flyte_ddp.config.fields import finite_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rehearsal.seen import Run
 
-NODE = "node"
-KINDS = ("kill", "notice", "store", "disk", NODE)  # faults that leave the number of ranks as it is
+KILL, NODE = "kill", "node"
+KINDS = (KILL, "notice", "store", "disk", NODE)  # faults that leave the number of ranks as it is
 HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen to a training.
+    """How often faults happen in a training, and how it goes on after them.
 
     Attributes:
         rates: faults an hour, by kind.
         interval: seconds between two states that a restart can begin with; 0: as in the rehearsal.
+            A notice, after which the rehearsal repeated no step, repeats none at any interval.
         absence: seconds until another node takes the place of a lost one; negative: as in the
             rehearsal.
         is_elastic: the gang goes on without a lost node, and starts again with another one.
@@ -42,7 +43,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one fault costs, in seconds."""
+    """The seconds that a training loses by one fault."""
 
     pause: float  # without a step, but for the wait for another node
     repeated: float  # steps that are done once more
@@ -55,7 +56,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a training will spend its time on.
+    """The expected goodput of a training, and the cost of each fault.
 
     Attributes:
         goodput: in [0, 1].
@@ -123,17 +124,16 @@ def forecast(runs: Sequence[Run], plan: Plan) -> Forecast:
     by_name = {run.name: run for run in runs}
     costs = {}
     for kind in plan.rates:
-        run = by_name[kind]
-        if kind == NODE and plan.is_elastic:  # The nodes that stay start as after a killed rank.
-            run = by_name["kill"]
+        run, num_starts = by_name[kind], 1
+        if kind == NODE and plan.is_elastic:
+            # The nodes that stay start as after a killed rank, and once more with another node.
+            run, num_starts = by_name[KILL], 2
         reason = run.not_tried
         if run.exit_code:
             reason = f"it failed: {run.error}"
         if reason:
             return Forecast(plan, problem=f"the cost of {kind} is not known: {reason}")
-        costs[kind] = _find_cost(run, runs[0], plan)
-        if kind == NODE and plan.is_elastic:  # They start once more when another node is there.
-            costs[kind] = dataclasses.replace(costs[kind], pause=2 * costs[kind].pause)
+        costs[kind] = _find_cost(run, runs[0], plan, num_starts)
     lost = sum(rate * costs[kind].seconds for kind, rate in plan.rates.items()) / HOUR
     start = runs[0].start_seconds
     if plan.rates.get(NODE):  # Such a training has several nodes, which start in another way.
@@ -143,11 +143,12 @@ def forecast(runs: Sequence[Run], plan: Plan) -> Forecast:
     return Forecast(plan, max(0.0, 1.0 - lost), costs, start)
 
 
-def _find_cost(run: Run, undisturbed: Run, plan: Plan) -> Cost:
+def _find_cost(run: Run, undisturbed: Run, plan: Plan, num_starts: int) -> Cost:
     times = [step.at for step in undisturbed.steps]
     step_seconds = median(later - at for at, later in itertools.pairwise(times))
     repeated = run.num_redone * step_seconds
-    if plan.interval:
+    # A training that saves at a notice repeats nothing, and a refused write is tried again.
+    if plan.interval and (run.num_redone or run.name in (KILL, NODE)):
         repeated = plan.interval / 2
     pause, waiting = max(0.0, run.pause - step_seconds), 0.0
     if run.name == NODE:
@@ -155,7 +156,7 @@ def _find_cost(run: Run, undisturbed: Run, plan: Plan) -> Cost:
         pause -= waiting
         if plan.absence >= 0:
             waiting = plan.absence
-    return Cost(pause, repeated, waiting)
+    return Cost(num_starts * pause, repeated, waiting)
 
 
 def describe_forecast(found: Forecast, titles: Mapping[str, str]) -> list[str]:
