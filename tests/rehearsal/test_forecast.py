@@ -41,7 +41,7 @@ RUNS = [
         (Plan({"kill": 9.0}), 9 * (2.0 + 2.0)),  # without a step, and steps that are repeated
         (Plan({"kill": 9.0, "notice": 18.0}), 9 * (2.0 + 2.0) + 18 * 1.0),
         (Plan({"kill": 9.0}, interval=60.0), 9 * (2.0 + 30.0)),
-        (Plan({"notice": 9.0}, interval=60.0), 9 * 1.0),  # its state was saved
+        (Plan({"notice": 9.0}, interval=60.0), 9 * 1.0),  # The state was saved.
         (Plan({"node": 9.0}), 9 * (3.0 + 8.0 + 2.0)),
         (Plan({"node": 9.0}, absence=0.0), 9 * (3.0 + 2.0)),
         (Plan({"node": 1.0}, absence=300.0), 3.0 + 300.0 + 2.0),
