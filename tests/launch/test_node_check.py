@@ -23,9 +23,9 @@ from flyte_ddp.launch.agent import node_check, probes
 from flyte_ddp.launch.agent.node_check import (
     LOSS,
     NodeProbes,
-    _send_bytes,
     fetch,
     measure_machine,
+    send_bytes,
     start_serving,
 )
 from flyte_ddp.launch.control.node_check import NodeCheck, find_slow, rate_links
@@ -368,7 +368,7 @@ def test_a_neighbour_that_comes_too_late_for_any_bytes_still_gets_their_share():
         late.shutdown(socket.SHUT_WR)
         connection, _ = server.accept()
         select.select([connection], [], [])
-        _send_bytes(connection)
+        send_bytes(connection)
         assert late.recv(1 << 10) == LOSS.pack(0.0)
 
 

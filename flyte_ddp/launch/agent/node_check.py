@@ -137,14 +137,14 @@ def start_serving(host: str) -> tuple[str, int]:
         with contextlib.suppress(OSError), server:
             while True:
                 connection, _ = server.accept()
-                start_thread("serve bytes", _send_bytes, connection)
+                start_thread("serve bytes", send_bytes, connection)
 
     start_thread("serve", serve)
     address = server.getsockname()
     return str(address[0]), int(address[1])
 
 
-def _send_bytes(connection: socket.socket) -> None:
+def send_bytes(connection: socket.socket) -> None:
     """Send bytes until the neighbour has enough, and then the share that was lost on the way."""
     block, count = b"\xff" * (1 << 20), 0  # no eight of these bytes are a share
     connection.settimeout(FETCH_SECONDS)
