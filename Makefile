@@ -147,11 +147,12 @@ test-flyte2: $(TESTED) $(SDK)  ## real runs, from a new project, on the Flyte 2 
 $(SDK):  # the SDK of Flyte 2 lies beside the environment and not in it
 	$(UV) pip install --quiet --python $(BIN)/python --target $@ flyte==2.12.1
 
-lint: $(TESTED)  ## ruff, and mypy, strict on flyte_ddp/
+lint: $(TESTED)  ## ruff, mypy (strict on flyte_ddp/), sentences, and the rules of names and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python .ci/sentences.py flyte_ddp tasks workflows tests benchmarks
+	$(BIN)/python -m pytest --quiet -m '' tests/repository/test_imports.py tests/repository/test_private_names.py
 
 audit: $(TESTED)  ## known vulnerabilities of the pinned packages; fails too where it could not ask about all of them
 	@$(BIN)/pip-audit $(addprefix --requirement ,$(PINS)) --no-deps --disable-pip --progress-spinner off > .audit 2>&1 \
