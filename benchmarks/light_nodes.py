@@ -148,9 +148,9 @@ class Pipe:
         self._messages.put(None)
 
     def _put(self, message: Any) -> None:
-        self._messages.put(pickle.dumps(message))
         if isinstance(message, End):
             self._messages.put(b"")  # a real agent does the same
+        self._messages.put(pickle.dumps(message))
 
 
 class _Process:

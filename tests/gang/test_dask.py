@@ -21,7 +21,9 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes
+from flyte_ddp.launch.nodes.dask import worker as worker_code
 from flyte_ddp.launch.nodes.dask.assignment import assign_nodes
+from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
@@ -86,6 +88,33 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
 
 
 @pytest.mark.long
+def test_others_see_the_workers_of_a_run_as_busy_until_it_ends(client, tmp_path):
+    """Also after a restart, so that no cluster that scales itself closes one that trains."""
+    seen = []
+
+    def look():
+        facts = call_workers(client, list(listed_workers(client)), worker_code.introduce, "other")
+        seen.append(
+            (
+                [is_busy for *_, is_busy in listed_workers(client).values()],
+                [each["is_busy"] for each in facts.values()],
+                client.run_on_scheduler(lambda dask_scheduler: sorted(dask_scheduler.tasks)),
+            )
+        )
+
+    def end_rank():
+        ranks_below(pid_of(client, 1))[0].kill()
+
+    at_steps = [(2, look), (4, end_rank), (20, look)]
+    run = train(new_run(tmp_path), client, LOCAL, at_steps=at_steps, checkpoint_interval=2)
+    assert len(events_of(run, events.RunStarted)) == 2
+    before, after = seen
+    assert before[:2] == after[:2] == ([True, True], [True, True])
+    assert before[2] == after[2]  # the same tasks in both attempts
+    look()
+    assert seen[-1] == ([False, False], [False, False], [])
+
+
 @pytest.mark.long
 def test_a_run_costs_its_nodes_times_time_times_price_and_ends_at_max_cost(
     client, tmp_path, monkeypatch
@@ -159,7 +188,7 @@ def test_nodes_have_the_drivers_storage_keys_which_nobody_sees_where_a_rank_fail
 
     assert len(events_of(run, events.RunStarted)) == 2
     assert len(seen) == 3
-    assert "-node-1" in seen[0]
+    assert "-hold-1" in seen[0]
     assert secret not in "".join([*seen, caplog.text, *run.lines])
 
 

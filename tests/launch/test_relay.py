@@ -38,7 +38,6 @@ def scheduler():
     return SimpleNamespace(
         stream_comms={"a": Stream(), "b": Stream()},
         handlers={},
-        tasks={},
         plugins=plugins,
         add_plugin=lambda plugin, name: plugins.update({name: plugin}),
         log_event=lambda topic, message: logged.append((topic, message)),
@@ -79,22 +78,15 @@ def test_messages_within_an_interval_are_one_batch_and_a_message_after_a_pause_d
     assert {topic for topic, _ in scheduler.logged} == {relay.batches_of("run-0")}
 
 
-@pytest.mark.parametrize("what", ["the loss of a worker", "the end of a task"])
-def test_the_messages_of_a_node_arrive_before_its_end(scheduler, what):
+def test_the_messages_of_a_node_arrive_before_its_loss(scheduler):
     async def pass_on():
         passed = relay.Relay(scheduler, "run", "run-0", ["a", "b"])
         passed._passed_at = float("inf")  # the batch would never be due
         passed.log_event("run-0", beat("b"))
-        if what == "the loss of a worker":
-            passed.log_event("all", LOSS)
-        else:
-            passed.transition("another-node-1", "processing", "memory")
-            assert not scheduler.logged
-            passed.transition("run-0-node-1", "processing", "memory")
+        passed.log_event("all", LOSS)
 
     asyncio.run(pass_on())
-    expected = [beat("b"), LOSS] if what == "the loss of a worker" else [beat("b")]
-    assert [batch for _, batch in scheduler.logged] == [expected]
+    assert [batch for _, batch in scheduler.logged] == [[beat("b"), LOSS]]
 
 
 def test_jobs_and_commands_reach_no_worker_that_came_back_at_the_address_of_a_node(scheduler):
@@ -102,12 +94,6 @@ def test_jobs_and_commands_reach_no_worker_that_came_back_at_the_address_of_a_no
     relay.install("run", "run-0", ["a", "b", "gone"], scheduler)
     b.is_closed, scheduler.stream_comms["b"] = True, Stream()
     scheduler.handlers["run-begin"](jobs={"a": b"job a", "b": b"job b", "gone": b"job"})
-    for address in ("a", "b", "gone"):
-        scheduler.tasks[f"run-0-{address}"] = SimpleNamespace(
-            processing_on=SimpleNamespace(address=address)
-        )
-        scheduler.plugins["run"].transition(f"run-0-{address}", "waiting", "processing")
-    scheduler.plugins["run"].transition("another-0-a", "waiting", "processing")
     scheduler.handlers["run"](command=b"go")
     assert a == [
         {"op": "run", "attempt": "run-0", "content": {"job": b"job a"}},
@@ -172,7 +158,7 @@ def test_a_worker_that_has_just_ended_an_attempt_is_not_asked_again(monkeypatch)
             for each in addresses
         }
 
-    monkeypatch.setattr(discovery, "listed_workers", lambda client: listed)
+    monkeypatch.setattr(discovery, "listed_workers", lambda client, plugin: listed)
     monkeypatch.setattr(discovery, "call_workers", introduce)
     roll = discovery.WorkerDiscovery(None, "run", known={"a", "b"})
     roll.present_workers()
@@ -206,8 +192,9 @@ def gang(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: clock.now))
     client = SimpleNamespace(loop=SimpleNamespace(add_callback=lambda *_: None))
-    gang = nodes.DaskNodes("run", b"", client, ClusterConfig(kind="local"), made, None, None)
-    gang._futures = [SimpleNamespace(done=lambda: False) for _ in made]
+    holds = SimpleNamespace(are_lost=False)
+    gang = nodes.DaskNodes("run", b"", client, ClusterConfig(kind="local"), made, None, None, holds)
+    gang._is_begun = True
     gang._arrivals = queue.SimpleQueue()
     for node in made:
         node.last_message_at = clock.now
@@ -299,6 +286,50 @@ def test_a_batch_has_messages_of_many_nodes_and_silence_is_noticed_as_before(gan
     received = gang.receive(2.0)
     assert [index for index, _ in received] == [1, 1]
     assert f"silent for {timeout + 1:.0f} s" in str(received[0][1].failure)
+
+
+def test_a_node_whose_agent_died_is_lost_at_once(gang):
+    (index, failed), (_, end) = gang.receive(0.1, {"lost": "its agent was killed", "worker": "b"})
+    assert index == 1
+    assert str(failed.failure) == "its agent was killed"
+    assert end.outcome is Outcome.FAILED
+
+
+def test_all_nodes_are_lost_with_the_connection_to_the_scheduler(gang):
+    assert gang.receive(1.0, event("a", Beat(1)), event("b", Beat(1))) != []
+    gang.holds.are_lost = True
+    received = gang.receive(1.0)
+    assert [index for index, _ in received] == [0, 0, 1, 1]
+    assert "connection to the Dask scheduler" in str(received[0][1].failure)
+
+
+def test_nodes_that_were_never_started_end_with_the_first_command(gang):
+    gang._is_begun = False
+    gang.send(Stop("another node was lost", 1.0))
+    assert [node.outcome for node in gang.nodes] == 2 * [Outcome.FAILED]
+    assert gang.receive(100.0) == []
+
+
+def test_tasks_that_hold_workers_for_a_run_do_not_count_as_tasks_of_others():
+    def worker_with(*keys):
+        tasks = [SimpleNamespace(key=key) for key in keys]
+        return SimpleNamespace(name="w", server_id="1", processing=tasks)
+
+    scheduler = SimpleNamespace(
+        workers={
+            "idle": worker_with(),
+            "own": worker_with("run-0-hold-0"),
+            "shared": worker_with("run-1-hold-0", "of-a-user"),
+            "of another run": worker_with("run2-0-hold-0"),
+        }
+    )
+    listed = relay.list_workers("run", dask_scheduler=scheduler)
+    assert [address for address, (*_, is_busy) in listed.items() if is_busy] == [
+        "shared",
+        "of another run",
+    ]
+    others = relay.list_workers("", dask_scheduler=scheduler)
+    assert [address for address, (*_, is_busy) in others.items() if not is_busy] == ["idle"]
 
 
 def test_only_nodes_whose_agents_confirmed_the_end_count_as_present(gang):

@@ -269,7 +269,7 @@ def _create(
             raise PreflightError(
                 [
                     f"the API server refuses the pods as they are described: {error}; correct "
-                    "`pod_template`"
+                    "it in `cluster.kubernetes`: `image`, `pod_template`, `service_account`"
                 ]
             ) from error
         raise ClusterError(f"Dask cluster {name} was not created: {error}") from error

@@ -88,9 +88,9 @@ class DriverLink(Link):
     def _write(self, message: Any) -> None:
         # The worker may be gone, which ends the thread that reads its commands.
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(pickle.dumps(message))
             if isinstance(message, End):
-                self._connection.send_bytes(b"")
+                self._connection.send_bytes(b"")  # the next message is the last one
+            self._connection.send_bytes(pickle.dumps(message))
 
     def _beat_on(self) -> None:
         self.send(self.beat)

@@ -201,10 +201,11 @@ DEFAULT_REQUESTS = {
     "metadata": {"name": "helpers"},
     "spec": {"limits": [{"type": "Container", "defaultRequest": {"cpu": "10m", "memory": "16Mi"}}]},
 }
+MISSING_IMAGE = "registry.invalid/flyte-ddp"  # no name below `invalid` ever exists
 # The lists of the policy, as an operator edits them; the names "absent" are of starts that fail for
 # another reason.
 POLICY_LISTS = (
-    ("'registry.example.com/flyte-ddp'", f"'{IMAGE.rpartition(':')[0]}', 'absent'"),
+    ("'registry.example.com/flyte-ddp'", f"'{IMAGE.rpartition(':')[0]}', 'absent', '{MISSING_IMAGE}'"),
     ("'default', 'flyte-ddp'", "'default', 'flyte-ddp', 'absent'"),
     ("'storage', 'registry'", "'storage', 'registry', 'absent'"),
     ("['filler']", "['filler', 'training']"),

@@ -11,9 +11,9 @@ import pytest
 
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError
-from tests.outside.kubernetes.conftest import Namespace
+from tests.outside.kubernetes.conftest import MISSING_IMAGE, Namespace
 
-MISSING = "registry.invalid/flyte-ddp:missing"  # no name below `invalid` ever exists
+MISSING = f"{MISSING_IMAGE}:missing"
 
 
 def test_a_missing_image_is_named_and_ends_the_start(namespace: Namespace) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import pickle
 from collections import ChainMap
 from collections.abc import Callable, Collection, Sequence
@@ -96,11 +97,11 @@ def call_scheduler(
         return None  # the scheduler is gone, or the client is closed
 
 
-def listed_workers(client: Client) -> dict[str, tuple[str, str, bool]]:
+def listed_workers(client: Client, plugin: str = "") -> dict[str, tuple[str, str, bool]]:
     """Return what `relay.list_workers` returns about the workers that the scheduler knows; they may
     be dead or silent.
     """
-    return run_on_scheduler(client, relay.list_workers) or {}
+    return run_on_scheduler(client, functools.partial(relay.list_workers, plugin)) or {}
 
 
 def scheduler_id(client: Client) -> str:

@@ -48,7 +48,7 @@ class WorkerDiscovery:
             ConfigError: one of them runs other versions than this process; only while this
                 `is_strict`.
         """
-        listed = listed_workers(self.client)
+        listed = listed_workers(self.client, self.plugin)
         names = {
             address: name for address, (name, *_) in listed.items() if address not in leave_out
         }

@@ -1,6 +1,6 @@
 """The workers of a Dask cluster as the nodes of one attempt.
 
-Dask carries messages, not tensors. On each worker a task runs a process with the node's agent
+Dask carries messages, not tensors. On each worker a plugin runs a process with the node's agent
 in it (worker.py, agent/main.py). The messages of these processes come back as Dask's structured
 events, which the scheduler passes on in batches (relay.py).
 
@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import dask
-from distributed import Client, Future
+from distributed import Client
 from distributed.client import ClosedClientError
 
 from flyte_ddp.cluster.config import ClusterConfig
@@ -34,13 +33,13 @@ from flyte_ddp.launch.control.reference import Reference
 from flyte_ddp.launch.nodes.dask import relay, worker
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.nodes.dask.calls import (
-    ByValue,
     call_scheduler,
     call_workers,
     run_on_scheduler,
     scheduler_id,
     send_command,
 )
+from flyte_ddp.launch.nodes.dask.holds import Holds
 from flyte_ddp.launch.nodes.dask.preemption import hold_scheduler
 from flyte_ddp.launch.nodes.dask.scale_up import ScaleUpWatch
 from flyte_ddp.launch.protocol.failures import shorten
@@ -79,6 +78,7 @@ class DaskNodes(Nodes):
     # Returns the job of each node in an attempt, given the number of restarts before the attempt.
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: ScaleUpWatch  # the watch for a larger gang
+    holds: Holds  # of the run
     reference: Reference | None = None
 
     _began_at: float = 0.0  # seconds since the epoch
@@ -88,7 +88,7 @@ class DaskNodes(Nodes):
     _next_command_at: float = 0.0
     _admitted_at: float = 0.0  # monotonic: when a node last took its job
     _next_look_at: float = 0.0  # monotonic: when to look again for nodes without messages
-    _futures: list[Future] = field(default_factory=list)
+    _is_begun: bool = False  # the nodes have been sent their jobs
     # batches of events of the attempt and of the scheduler, each with its time of arrival
     _arrivals: queue.SimpleQueue[tuple[float, list[dict[str, Any]]]] = field(
         default_factory=queue.SimpleQueue
@@ -149,22 +149,13 @@ class DaskNodes(Nodes):
         call_scheduler(self.client, f"{self.plugin}-begin", START_TIMEOUT, jobs=jobs)
         for node in self.nodes:
             node.last_message_at = time.monotonic()
-        keys = [f"{self._name}-node-{node.index}" for node in self.nodes]
-        num_nodes = len(self.nodes)
-        # One graph for all nodes: each graph costs driver and scheduler a millisecond.
-        with dask.annotate(workers=dict(zip(keys, addresses, strict=True)).__getitem__):
-            self._futures = self.client.map(
-                ByValue(worker.supervise),
-                [self.plugin] * num_nodes,
-                [self._name] * num_nodes,
-                key=keys,
-                pure=False,
-                retries=0,
-            )
+        self._is_begun = True
+        self.holds.begin(self.client, self.plugin, self._name, addresses)
 
     def send(self, command: Any) -> None:
-        for node in self.nodes[len(self._futures) :]:
-            node.end = End(Outcome.FAILED)  # the node was never started
+        if not self._is_begun:
+            for node in self.nodes:
+                node.end = End(Outcome.FAILED)  # the node was never started
         self._command, self._next_command_at = pickle.dumps(command), 0.0
         self._is_go = isinstance(command, Go)
         if self._is_go:  # the job has just shown that the driver is there
@@ -173,24 +164,20 @@ class DaskNodes(Nodes):
 
     def messages(self) -> Iterator[tuple[Node, Any]]:
         self._repeat_command()
-        ended: set[int] | None = None
-        timeout = POLL_INTERVAL
-        if time.monotonic() >= self._next_look_at:
-            # Ends are looked up before the messages: the messages of a task arrive before its end.
-            ended = {index for index, future in enumerate(self._futures) if future.done()}
-            self._next_look_at = time.monotonic() + POLL_INTERVAL
-            if any(not self.nodes[index].outcome for index in ended):
-                timeout = 0
         with contextlib.suppress(queue.Empty):
-            yield from self._take(*self._arrivals.get(timeout=timeout))
+            yield from self._take(*self._arrivals.get(timeout=POLL_INTERVAL))
             while True:
                 yield from self._take(*self._arrivals.get_nowait())
-        if ended is None:
+        if not self._is_begun or time.monotonic() < self._next_look_at:
             return
-        for node in self.nodes[: len(self._futures)]:
+        self._next_look_at = time.monotonic() + POLL_INTERVAL
+        is_cut_off = self.holds.are_lost
+        for node in self.nodes:
             if node.outcome:
                 continue
-            why = self._find_loss(node, node.index in ended)
+            why = self._find_loss(node)
+            if is_cut_off:
+                why = "the connection to the Dask scheduler ended"
             if why:
                 yield from _lose(node, why)
 
@@ -230,8 +217,7 @@ class DaskNodes(Nodes):
 
     def close(self) -> None:
         self.growth.close()
-        for future in self._futures:
-            future.release()
+        self.holds.keep(self.present)
         with contextlib.suppress(ClosedClientError):
             self.client.unsubscribe_topic(relay.batches_of(self._name))
 
@@ -284,19 +270,15 @@ class DaskNodes(Nodes):
                 node.last_message_at = arrived_at
             elif node and "leaves_in" in event:
                 yield node, Leaving(event["leaves_in"])
+            elif node and "lost" in event:
+                yield from _lose(node, event["lost"])
             elif node and event.get("action") == "remove-worker":
                 yield from _lose(node, "its worker is gone")
 
-    def _find_loss(self, node: DaskNode, is_over: bool) -> str:
+    def _find_loss(self, node: DaskNode) -> str:
         """Return why no more messages can come from a node; "" if they can. The node has not sent
         its end.
         """
-        if is_over:
-            try:
-                how = str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
-            except Exception as error:  # Dask's own, or one that the task raised
-                how = f"could not be run: {type(error).__name__}: {error}"
-            return f"its agent {how}"
         silence, limit = time.monotonic() - node.last_message_at, self.config.node_timeout
         if node.is_started and silence > limit:
             node.is_silent = True

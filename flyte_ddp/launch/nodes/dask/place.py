@@ -34,6 +34,7 @@ from flyte_ddp.launch.nodes.dask.calls import (
 )
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.nodes.dask.discovery import WorkerDiscovery
+from flyte_ddp.launch.nodes.dask.holds import Holds
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.preemption import CLOSE_RESERVE
@@ -70,6 +71,7 @@ class DaskPlace:
     _measured: set[str] = field(default_factory=set)  # addresses of workers that were checked
     _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
     _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # our own clients
+    _holds: Holds = field(default_factory=Holds)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -116,7 +118,7 @@ class DaskPlace:
         growth = self._watch_for_growth(run, workers, nodes, sizes, directory)
         make_jobs = functools.partial(self._make_jobs, run, directory, nodes)
         self._latest = DaskNodes(
-            run.name, self._code, self.client, self.config, nodes, make_jobs, growth
+            run.name, self._code, self.client, self.config, nodes, make_jobs, growth, self._holds
         )
         self._latest.reference = self._find_reference(run, nodes)
         if any(node.is_slow for node in nodes):
@@ -125,6 +127,7 @@ class DaskPlace:
 
     def close(self, run: Run) -> None:
         """Remove the plugin from the workers and the copy of the data from the store."""
+        self._holds.keep(())
         asked = self._discovery.known & set(listed_workers(self.client))
         call_workers(self.client, asked, worker.uninstall, run.name)
         if asked:

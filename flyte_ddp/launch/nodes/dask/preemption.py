@@ -85,13 +85,13 @@ def _on_first_sigterm(leave: Callable[[Any], Coroutine[Any, Any, None]], server:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _plugins_of(dask_worker: Worker) -> list[Any]:
+def plugins_of(dask_worker: Worker) -> list[Any]:
     return [each for each in dask_worker.plugins.values() if hasattr(each, "announce_departure")]
 
 
 def _announce(seconds: float, dask_worker: Worker) -> None:
     dask_worker.leaves_at = time.monotonic() + seconds
-    for each in _plugins_of(dask_worker):
+    for each in plugins_of(dask_worker):
         each.announce_departure(dask_worker.leaves_at)
 
 
@@ -102,7 +102,7 @@ def _time_to_leave() -> float:
 async def _leave(dask_worker: Worker) -> None:
     _announce(_time_to_leave(), dask_worker)
     while time.monotonic() < dask_worker.leaves_at and any(
-        each.is_at_work for each in _plugins_of(dask_worker)
+        each.is_at_work for each in plugins_of(dask_worker)
     ):
         await asyncio.sleep(POLL_INTERVAL)
     # Otherwise the nanny starts another worker.

@@ -36,7 +36,6 @@ class Relay(SchedulerPlugin):  # type: ignore[misc]
         # The streams to the workers. A worker that starts again has another stream.
         streams = scheduler.stream_comms
         self.streams = {each: streams[each] for each in addresses if each in streams}
-        self.jobs: Mapping[str, bytes] = {}  # the job of each node, by the address of its worker
         self._waiting: list[dict[str, Any]] = []
         self._passed_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -53,21 +52,10 @@ class Relay(SchedulerPlugin):  # type: ignore[misc]
             delay = self._passed_at + BATCH_INTERVAL - time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(0.0, delay), self._pass_on)
 
-    def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
-        """Send a node its job right before its task, and pass its messages on before the end of the
-        task. Dask calls this for each change of a task.
-        """
-        if not str(key).startswith(self.attempt):
-            return
-        if finish == "processing":
-            address = self.scheduler.tasks[key].processing_on.address
-            self._send(address, {"job": self.jobs[address]})
-        elif self._waiting and start == "processing":
-            self._pass_on()
-
     def begin(self, jobs: Mapping[str, bytes]) -> None:
-        """Take the jobs of the nodes, whose tasks follow."""
-        self.jobs = jobs
+        """Send each node its job. `jobs` has them by the addresses of the workers."""
+        for address, job in jobs.items():
+            self._send(address, {"job": job})
 
     def send(self, command: bytes) -> None:
         """Send a command to all nodes."""
@@ -111,11 +99,15 @@ def uninstall(plugin: str, dask_scheduler: Scheduler) -> None:
     dask_scheduler.plugins.pop(plugin, None)
 
 
-def list_workers(dask_scheduler: Scheduler) -> dict[str, tuple[str, str, bool]]:
-    """Return the name of each worker, its identity, and whether it has tasks, by its address. A
-    worker that starts again has another identity.
+def list_workers(plugin: str, dask_scheduler: Scheduler) -> dict[str, tuple[str, str, bool]]:
+    """Return the name of each worker, its identity, and whether it has tasks of others than the run
+    of `plugin`, by its address. A worker that starts again has another identity.
     """
+
+    def is_of_another(task: Any) -> bool:
+        return not str(task.key).startswith(f"{plugin}-")
+
     return {
-        address: (str(each.name), each.server_id, bool(each.processing))
+        address: (str(each.name), each.server_id, any(map(is_of_another, each.processing)))
         for address, each in dask_scheduler.workers.items()
     }

@@ -32,7 +32,7 @@ from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.comm import get_address_host
 
-from flyte_ddp.launch.nodes.dask.preemption import announce_departures, is_leaving
+from flyte_ddp.launch.nodes.dask.preemption import announce_departures, is_leaving, plugins_of
 from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
 from flyte_ddp.process.devices import NODE_VARIABLE, visible_gpus
@@ -41,6 +41,9 @@ from flyte_ddp.process.temporary_directories import take_files
 NODE = "flyte_ddp.launch.agent.main"  # a name: the worker may lack the module
 # seconds for an agent whose pipe was closed to kill its ranks and exit
 END_GRACE = 2 * KILL_GRACE
+# seconds for which others may not use a worker after an attempt, unless the run has ended
+HOLD_SECONDS = 30.0
+HOLD_INTERVAL = 5.0  # seconds between two looks whether a worker is still in use
 
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to
 # itself.
@@ -168,12 +171,16 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     outputs: str = ""  # directory for the ranks' files of `outputs_directory` in launch/run.py
     results: str = ""  # directory for files that the ranks submit
     attempt: str = ""  # the latest attempt, and the only one that may run
-    # attempts whose agent has not been started yet, and their jobs
+    # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
-    jobs: dict[str, bytes] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)  # attempts whose job has come, until their end
     agents: dict[str, Agent] = field(default_factory=dict)
     spare: SpareAgent = field(default_factory=SpareAgent)
     leaves_at: float = float("inf")  # monotonic: when this worker closes
+    num_holds: int = 0  # threads in `hold`
+    _used_at: float = 0.0  # monotonic: when an attempt last ended here
+    _turn: threading.Lock = field(default_factory=threading.Lock)  # of an attempt to run
+    _is_over: threading.Event = field(default_factory=threading.Event)
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
@@ -201,6 +208,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         # A late command without a handler would end the scheduler's stream.
         worker.stream_handlers[self.name] = ignore
         worker.handlers.pop(f"results-{self.name}", None)
+        self._is_over.set()
         self._clear()
         self.spare.close()
         # Rank 0 has copied the outputs of its node to their URL.
@@ -242,33 +250,54 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             agent.end()
 
     def take(self, attempt: str, content: dict[str, bytes]) -> None:
-        """Take the job of an attempt, or pass a command on to its agent, if there is one."""
+        """Begin an attempt with its job, or pass a command on to its agent, if there is one."""
         if "job" in content:
             if attempt not in self.admitted:
                 self.admit(attempt, meets_here=False)
-            self.jobs[attempt] = content["job"]
+            self.running.add(attempt)
+            threading.Thread(target=self._run, args=(attempt, content["job"]), daemon=True).start()
         agent = self.agents.get(attempt)
         if agent and "command" in content:
             with contextlib.suppress(OSError):  # the agent has just ended
                 agent.connection.send_bytes(content["command"])
 
-    def supervise(self, attempt: str) -> str:
-        """Let the agent run an attempt, pass its messages on as events of the topic `attempt`, and
-        return how it ended.
-
-        Raises:
-            RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again
-                when a worker comes back under the address of a dead one, but an attempt that lost a
-                node is over.
+    def hold(self) -> None:
+        """Keep a thread of the worker while the run uses it, and a while longer. The next attempt
+        may begin until then.
         """
-        job = self.jobs.pop(attempt, b"")
-        if not job:
-            raise RuntimeError("this worker is not the one that was admitted to the attempt")
+        self.num_holds += 1
+        begun_at = time.monotonic()
+        while self.running or time.monotonic() < max(begun_at, self._used_at) + HOLD_SECONDS:
+            if self._is_over.wait(HOLD_INTERVAL):
+                break
+        self.num_holds -= 1
+
+    def _run(self, attempt: str, job: bytes) -> None:
+        """Run an attempt after the end of the one before, which was killed if it had not ended."""
+        try:
+            with self._turn:
+                event = self._supervise(attempt, job)
+        except Exception as error:
+            event = lost(f"could not be started: {type(error).__name__}: {error}")
+        self._used_at = time.monotonic()
+        self.running.discard(attempt)
+        if event:  # only now: the next attempt may follow at once
+            self.worker.log_event(attempt, event)
+
+    def _supervise(self, attempt: str, job: bytes) -> dict[str, Any] | None:
+        """Let the agent run an attempt, and pass its messages on as events of the topic `attempt`.
+        Return the last event: the agent's last message, or why there is none.
+        """
+        users = [each for each in plugins_of(self.worker) if each is not self and each.running]
+        if users:
+            return lost(f"was not started: another run uses the worker ({users[0].name})")
+        if attempt not in self.admitted:
+            return None  # another attempt was admitted in the meantime
         agent = self.spare.take()
         if agent is None:
             self.worker.log_event(attempt, {"admitted": True})  # a start takes seconds
             agent = self._start()
-        with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
+        with self.admitted.pop(attempt, None) or contextlib.nullcontext() as listener:
             # If the agent has died, the end of its messages reports it.
             with contextlib.suppress(OSError):
                 agent.begin(job, listener)
@@ -278,22 +307,24 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             agent.process.kill()
         if self.leaves_at < float("inf"):
             self.announce_departure(self.leaves_at)
-        is_ready = False  # the agent can run another attempt
+        last = b""
         try:
-            # An empty message follows the last one.
+            # An empty message announces the last one.
             for message in iter(agent.connection.recv_bytes, b""):
                 self.worker.log_event(attempt, {"message": message})
-            is_ready = True
+            last = agent.connection.recv_bytes()
         except (EOFError, OSError):
             agent.process.wait()  # the agent has died
         finally:
             self.agents.pop(attempt, None)
-            if not (is_ready and self.spare.keep(agent)):
+            if not (last and self.spare.keep(agent)):  # it can run another attempt
                 agent.end()
+        if last:
+            return {"message": last}
         code = agent.process.returncode or 0
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+            return lost(f"was killed by {signal.Signals(-code).name}")
+        return lost(f"ended with exit code {code}")
 
     @property
     def is_at_work(self) -> bool:
@@ -321,9 +352,13 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             if listener:
                 listener.close()
         self.admitted.clear()
-        self.jobs.clear()
         for agent in list(self.agents.values()):
             agent.process.kill()  # the ranks kill themselves when their pipe to the agent ends
+
+
+def lost(why: str) -> dict[str, Any]:
+    """Return the event that an attempt has lost this node."""
+    return {"lost": f"its agent {why}"}
 
 
 def ignore(**message: Any) -> None:
@@ -339,6 +374,10 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
     `placement.Worker`.
     """
     found = dask_worker.plugins.get(plugin)
+    num_tasks, is_in_use = dask_worker.state.executing_count, False
+    if found:
+        num_tasks -= found.num_holds
+        is_in_use = bool(found.running)  # the attempt before has not ended yet
     return {
         "host": get_address_host(dask_worker.address),
         "machine": os.environ.get(NODE_VARIABLE, ""),
@@ -346,7 +385,7 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
         "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,
         "has_agent": found is not None and found.spare.is_waiting,
-        "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
+        "is_busy": is_in_use or num_tasks >= dask_worker.state.nthreads,
         "is_leaving": is_leaving(dask_worker),
     }
 
@@ -376,9 +415,11 @@ def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
     return getattr(dask_worker.plugins[plugin], method)(*arguments)
 
 
-def supervise(plugin: str, attempt: str) -> str:
-    """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
-    return str(get_worker().plugins[plugin].supervise(attempt))
+def hold(plugin: str) -> None:
+    """Run a task of `Holds`. A worker that came back at the address of a lost one has no plugin."""
+    found = get_worker().plugins.get(plugin)
+    if found:
+        found.hold()
 
 
 def holds_file(path: str, contents: bytes) -> bool:
