@@ -921,7 +921,7 @@ def test_an_api_server_that_stays_away_is_recoverable(
 def test_refused_pods_are_a_user_error(api_server: ApiServer, status: int) -> None:
     message = "spec.worker.spec.containers[0].ports: Invalid value"
     api_server.posts["/daskclusters"] = (status, {"message": message})
-    with pytest.raises(PreflightError, match=r"ports: Invalid value; correct it in `cluster.kubernetes`"):
+    with pytest.raises(PreflightError, match="ports: Invalid value; correct it in `cluster"):
         start()
 
 

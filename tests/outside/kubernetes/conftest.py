@@ -205,7 +205,10 @@ MISSING_IMAGE = "registry.invalid/flyte-ddp"  # no name below `invalid` ever exi
 # The lists of the policy, as an operator edits them; the names "absent" are of starts that fail for
 # another reason.
 POLICY_LISTS = (
-    ("'registry.example.com/flyte-ddp'", f"'{IMAGE.rpartition(':')[0]}', 'absent', '{MISSING_IMAGE}'"),
+    (
+        "'registry.example.com/flyte-ddp'",
+        f"'{IMAGE.rpartition(':')[0]}', 'absent', '{MISSING_IMAGE}'",
+    ),
     ("'default', 'flyte-ddp'", "'default', 'flyte-ddp', 'absent'"),
     ("'storage', 'registry'", "'storage', 'registry', 'absent'"),
     ("['filler']", "['filler', 'training']"),

@@ -22,7 +22,8 @@ from flyte_ddp.launch.nodes.dask.calls import ByValue
 class Holds:
     """The tasks of one run."""
 
-    _futures: dict[str, Future] = field(default_factory=dict)  # by the address of the worker
+    # the task on each worker, by the worker's address
+    _futures: dict[str, Future] = field(default_factory=dict)
 
     @property
     def are_lost(self) -> bool:

@@ -78,7 +78,7 @@ class DaskNodes(Nodes):
     # Returns the job of each node in an attempt, given the number of restarts before the attempt.
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: ScaleUpWatch  # the watch for a larger gang
-    holds: Holds  # of the run
+    holds: Holds
     reference: Reference | None = None
 
     _began_at: float = 0.0  # seconds since the epoch

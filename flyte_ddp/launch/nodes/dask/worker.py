@@ -179,7 +179,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     leaves_at: float = float("inf")  # monotonic: when this worker closes
     num_holds: int = 0  # threads in `hold`
     _used_at: float = 0.0  # monotonic: when an attempt last ended here
-    _turn: threading.Lock = field(default_factory=threading.Lock)  # of an attempt to run
+    _turn: threading.Lock = field(default_factory=threading.Lock)  # held by the running attempt
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def setup(self, worker: Worker) -> None:
@@ -317,7 +317,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             agent.process.wait()  # the agent has died
         finally:
             self.agents.pop(attempt, None)
-            if not (last and self.spare.keep(agent)):  # it can run another attempt
+            # An agent that has sent its last message can run another attempt.
+            if not (last and self.spare.keep(agent)):
                 agent.end()
         if last:
             return {"message": last}
