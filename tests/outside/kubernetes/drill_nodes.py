@@ -95,6 +95,11 @@ def count(client: Client, config: ClusterConfig, num_starts: int) -> list[str]:
     return lines
 
 
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """The cluster stays from one test to the next."""
+
+
 @pytest.fixture(scope="module")
 def nodes(namespace: Namespace) -> Iterator[tuple[Client, ClusterConfig]]:
     """A cluster of small pods that is there for all starts."""
