@@ -41,15 +41,27 @@ class SharedData:
 
     storage: Storage  # store of the copy, which every worker reaches
     archive: str = ""  # URL of the copy
+    # the answer of each worker, by its address
+    _sees: dict[str, bool] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def locate(self, client: Client, directory: str, nodes: Sequence[DaskNode]) -> set[str]:
-        """Return the addresses of nodes that see `directory`. Upload the copy for the others."""
+        """Return the addresses of nodes that see `directory`. Upload the copy for the others. A
+        worker that still has the run's plugin is not asked again.
+        """
         note = Path(directory, NOTE)
-        addresses = [node.address for node in nodes]
-        answers = call_workers(client, addresses, worker.holds_file, str(note), note.read_bytes())
-        sees_data = {address for address, answer in answers.items() if answer is True}
+        new = [
+            node.address for node in nodes if not (node.has_plugin and node.address in self._sees)
+        ]
+        answers = call_workers(client, new, worker.holds_file, str(note), note.read_bytes())
+        sees_data = set()
         with self._lock:
+            for node in nodes:
+                answer = answers.get(node.address, self._sees.get(node.address))
+                if isinstance(answer, bool):
+                    self._sees[node.address] = answer
+                if answer is True:
+                    sees_data.add(node.address)
             if not self.archive and len(sees_data) < len(nodes):
                 fingerprint = describe_data(directory)["fingerprint"]
                 self._upload(Path(directory), f"data-{fingerprint[:16]}.zip")
