@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import torch
 import flyte_ddp
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError, DataError, RankFailure, StorageDenied
-from flyte_ddp.launch.agent import supervisor
+from flyte_ddp.launch.agent import resolver, supervisor
 from flyte_ddp.launch.nodes import local
 from flyte_ddp.rank import entry
 from flyte_ddp.rank.nested import collate
@@ -48,6 +49,33 @@ def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(
     assert caught.value.is_user_error
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert flyte_ddp.run(train) == "trained"
+
+
+def test_a_gang_is_told_of_dns_that_answers_late(monkeypatch, forked_functions, capfd):
+    """torch asks for the name of the address where the ranks meet."""
+    asked = []
+
+    def answer(address, flags):
+        asked.append(address[0])
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getnameinfo", answer)
+    monkeypatch.setattr(resolver, "SLOW_SECONDS", 0.0)
+    assert flyte_ddp.run(train, nproc_per_node=2) == "trained"
+    assert asked == ["::ffff:127.0.0.1"]
+    line = r"DNS on \S+ took \d\.\d s to answer which name 127\.0\.0\.1 has"
+    assert len(re.findall(line, capfd.readouterr().err)) == 1
+    assert flyte_ddp.run(train) == "trained"  # a rank without others meets nobody
+    assert len(asked) == 1
+
+
+def test_dns_that_answers_at_once_is_not_worth_a_line(monkeypatch):
+    lines, asked = [], []
+    monkeypatch.setattr(socket, "getnameinfo", lambda *query: asked.append(query))
+    for host in ("10.0.0.1", "fd00::1"):
+        resolver.ask_name(host, lines.append)
+    assert [address for (address, _), _ in asked] == ["::ffff:10.0.0.1", "fd00::1"]
+    assert lines == []
 
 
 def test_a_shared_memory_that_cannot_be_written_is_named(monkeypatch):

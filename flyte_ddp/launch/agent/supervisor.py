@@ -45,6 +45,7 @@ from flyte_ddp.events import NodeMeasured
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
+from flyte_ddp.launch.agent.resolver import ask_name
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.messages import (
     DEATH_GRACE,
@@ -116,6 +117,8 @@ def supervise(
     try:
         _check_interfaces()
         _check_library(job.library)
+        if node.world_size > 1:
+            start_thread("resolver", ask_name, node.host, link.relay)
         with temporary_directory("ranks-") as logs:
             ranks = _Ranks(job, node, listener, logs, link, memory)
             try:
