@@ -45,7 +45,7 @@ START_THREADS = 32  # workers of a process that start at once, or ranks that mee
 # Dask's monitor in each worker lists the open files of its process, which are those of all nodes.
 MONITOR_INTERVAL = "60s"
 # answer of each node to the node check
-RATES = {"cores": 1e11, "memory": 1e10, "disk": 1e9}
+RATES = {"usable cores": 4, "core speed": 1e11, "memory": 1e10, "disk": 1e9}
 
 _meetings = ThreadPoolExecutor(START_THREADS)
 

@@ -9,7 +9,7 @@ from typing import Any
 CAUSES = {
     "killed": "was killed by SIGKILL(?!: its container)",
     "out of memory": "(?<!the machine )ran out of memory|OOMKilled",
-    "slow cores": "is slow: cores",
+    "slow cores": r"is slow: \S+ usable cores",
     "slow memory": "is slow: memory",
     "slow disk": "is slow: disk",
     "slow network": "is slow: network",

@@ -16,6 +16,7 @@ from flyte_ddp.events.history import (
     to_line,
 )
 from flyte_ddp.events.kinds import (
+    CORES,
     LOSSES,
     AttemptEnded,
     AttemptStarted,
@@ -59,6 +60,7 @@ from flyte_ddp.events.wall_time import (
 )
 
 __all__ = [
+    "CORES",
     "LOSSES",
     "NOT_IN_HISTORY",
     "AttemptEnded",

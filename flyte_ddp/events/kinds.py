@@ -409,7 +409,9 @@ class StragglersFound(Timed):
         return Figures(values={"stragglers": len(self.stragglers), "straggler_factor": slowest})
 
 
-LOSSES = "bytes between two lost ones"  # name of a probe
+# names of probes whose figures are no speed
+LOSSES = "bytes between two lost ones"
+CORES = "usable cores"
 
 
 @dataclass(frozen=True)
@@ -418,19 +420,20 @@ class SlowNode:
 
     node: int  # position among the nodes
     label: str  # name for people
-    # cores or memory with the model of the CPU, products or copies of a GPU, disk, network, or
-    # `LOSSES`
+    # `CORES`, core speed or memory with the model of the CPU, products or copies of a GPU, disk,
+    # network, or `LOSSES`
     probe: str
-    rate: float  # operations or bytes per second; of `LOSSES`, bytes for each lost one
+    # operations or bytes per second; of `CORES` their number; of `LOSSES` bytes for each lost one
+    rate: float
     median: float  # median rate of the nodes; of two nodes the stored rate
 
     def __str__(self) -> str:
         if self.probe == LOSSES:
             return f"{self.label} is slow: network, which loses {1 / self.rate:.0%} of its packets"
-        return (
-            f"{self.label} is slow: {self.probe} at {1e-6 * self.rate:,.0f} M/s, "
-            f"{self.rate / self.median:.2f} of the median"
-        )
+        what = f"{self.probe} at {1e-6 * self.rate:,.0f} M/s"
+        if self.probe.startswith(CORES):
+            what = f"{self.rate:g} {self.probe}"
+        return f"{self.label} is slow: {what}, {self.rate / self.median:.2f} of the median"
 
 
 @dataclass(frozen=True)

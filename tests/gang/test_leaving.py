@@ -195,7 +195,7 @@ def test_a_node_with_half_the_cores_is_named_and_left_out(
     run = train(tmp_path, program_of("patient", str(faults)), config, listeners=[Finish()])
     (found,) = events_of(run, events.NodesFoundSlow)
     assert [each.label.split(" at ")[0] for each in found.nodes] == ["node 1 (node-1"]
-    assert [each.probe.split(" ")[0] for each in found.nodes] == ["cores"]
+    assert [each.probe.partition(" (")[0] for each in found.nodes] == ["usable cores"]
     assert found.nodes[0].rate < 0.7 * found.nodes[0].median
     assert [each.num_nodes for each in events_of(run, events.RunStarted)] == [3, 2]
     (ended,) = events_of(run, events.AttemptEnded)

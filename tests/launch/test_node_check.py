@@ -44,12 +44,19 @@ FAST, SLOW = 1e9, 2.5e6
 @pytest.mark.parametrize(
     ("rates", "reference", "expected"),
     [
-        ({"cores": [4, 4, 4]}, {}, []),
-        ({"cores": [4, 4, 2]}, {}, [(2, "cores")]),
+        ({"usable cores": [4, 4, 4]}, {}, []),
+        # The number of cores is exact, and a core of any speed counts as one.
+        (
+            {"usable cores": [0.4, 0.4, 0.2], "core speed": [3, 5, 5]},
+            {},
+            [(2, "usable cores")],
+        ),
+        ({"usable cores": [4, 4, 2.75]}, {}, [(2, "usable cores")]),
+        ({"core speed": [4, 4, 2]}, {}, [(2, "core speed")]),
         # A neighbour on the same core slows the other down to 0.64. Networks share no core.
-        ({"cores": [4, 4, 2.5], "memory": [4, 4, 2.5]}, {}, []),
+        ({"core speed": [4, 4, 2.5], "memory": [4, 4, 2.5]}, {}, []),
         ({"network": [1e8, 1e8, 6.5e7]}, {}, [(2, "network")]),
-        ({"cores": [4, 4, 2], "memory": [1, 4, 4]}, {}, [(0, "memory"), (2, "cores")]),
+        ({"core speed": [4, 4, 2], "memory": [1, 4, 4]}, {}, [(0, "memory"), (2, "core speed")]),
         ({"memory (A)": [6e9, 13e9, 13e9]}, {}, []),
         ({"memory (A)": [2e9, 13e9, 13e9]}, {}, [(0, "memory (A)")]),
         # Two nodes have no median. What was stored before takes its place.
@@ -169,7 +176,7 @@ class Gang(Nodes):
         check.look()
         question = [each for each in self.sent if isinstance(each, Check)][-1]
         for node, rate in zip(self.nodes, cores, strict=True):
-            rates = {"cores": rate} if question.is_machine and rate else {}
+            rates = {"usable cores": rate} if question.is_machine and rate else {}
             address = ("127.0.0.1", 1 + node.index)
             check.take(node, Checked(question.number, rates, {}, list(problems), address, "A"))
 
@@ -202,7 +209,7 @@ def test_a_node_is_named_when_it_is_slow_twice(check, caplog):
         Go(),  # the question is no longer repeated
     ]
     (event,) = found
-    assert str(event.nodes[0]) == "node 2 is slow: cores (A) at 0 M/s, 0.50 of the median"
+    assert str(event.nodes[0]) == "node 2 is slow: 2 usable cores (A), 0.50 of the median"
     assert [node.is_slow for node in gang.nodes] == [False, False, True]
     assert gang.has_looked_for_others
     assert "node 2 is slow" in caplog.text
@@ -218,7 +225,7 @@ def test_a_network_on_which_no_byte_arrives_in_time_is_no_measure(check, tmp_pat
     assert not found
     while not (files := list(tmp_path.glob("node-rates-*.json"))):
         time.sleep(0.01)
-    assert json.loads(files[0].read_text()) == {"cores (A)": 4.0}
+    assert json.loads(files[0].read_text()) == {"usable cores (A)": 4.0}
 
 
 def test_a_node_that_is_slow_once_is_not_named_and_problems_are_one_line(check, caplog):
@@ -307,7 +314,7 @@ def test_nodes_are_checked_by_default_on_kubernetes_alone():
 
 def test_what_can_be_measured_is_and_the_rest_is_a_line(tmp_path):
     rates, problems = measure_machine(tmp_path / "missing")
-    assert rates["cores"] > 1e8
+    assert 1e8 < rates["core speed"] < 1e13
     assert rates["memory"] > 1e7
     assert "disk" not in rates
     assert [each.partition(":")[0] for each in problems] == ["disk"]
@@ -332,7 +339,7 @@ def test_gpus_that_cannot_be_measured_are_one_line_after_all_else(monkeypatch, c
     monkeypatch.setattr(torch.cuda, "get_device_name", fail)
     probes.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {name for name, _, problem in lines if not problem} >= {"cores", "memory"}
+    assert {name for name, _, problem in lines if not problem} >= {"core speed", "memory"}
     assert lines[-1] == ["GPUs", 0.0, "RuntimeError: no driver"]
 
 
@@ -393,6 +400,9 @@ def ask(asked, check):
 
 def test_agents_fetch_bytes_from_their_neighbours(tmp_path):
     agents = [NodeProbes(tmp_path, index, "127.0.0.1", None) for index in range(4)]
+    (measured,) = ask(agents[:1], Check(1, is_machine=True))
+    assert measured.rates["usable cores"] == usable_cores()
+    assert "core speed" in measured.rates
     first = ask(agents, Check(1, is_machine=False))
     second = ask(agents, Check(2, is_machine=False, addresses=[each.address for each in first]))
     assert [each.problems for each in first + second] == 8 * [[]]

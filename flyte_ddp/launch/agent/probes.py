@@ -1,7 +1,7 @@
 """The process that measures its machine for a node check. Its agent can kill it when it hangs.
 
 `python -m flyte_ddp.launch.agent.probes DIRECTORY` prints a line of JSON whenever it knows a rate
-better: the name of the probe, and the rate. After an error, the text of the error follows. Cores
+better: the name of the probe, and the rate. After an error, the text of the error follows. A core
 and memory are measured in time of the CPU, so that other processes on the machine change little.
 This time does not pass while a quota throttles the container, so no counter has to be subtracted.
 The disk is that of the directory. Imports nothing of ours but small modules, and torch only where
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flyte_ddp.process.cgroups import usable_cores
 from flyte_ddp.process.devices import visible_gpus
 
 if TYPE_CHECKING:
@@ -69,11 +68,11 @@ class RateMeter:
         return self.best or self.amount / max(elapsed, 1e-6)
 
 
-def measure_cores() -> Iterator[float]:
-    """Yield the floating-point operations per second of matrix products on all usable cores."""
+def measure_core() -> Iterator[float]:
+    """Yield the floating-point operations per second of matrix products on one core."""
     import numpy as np
 
-    num_cores, matrix, best = usable_cores(), np.ones((SIZE, SIZE), np.float32), 0.0
+    matrix, best = np.ones((SIZE, SIZE), np.float32), 0.0
     ends_at = time.thread_time() + PROBE_SECONDS
     while time.thread_time() < ends_at:
         begun = time.thread_time()
@@ -81,7 +80,7 @@ def measure_cores() -> Iterator[float]:
             np.matmul(matrix, matrix)
         seconds = max(time.thread_time() - begun, 1e-6)
         best = max(best, NUM_PRODUCTS * 2 * SIZE**3 / seconds)
-        yield best * num_cores
+        yield best
 
 
 def measure_memory() -> Iterator[float]:
@@ -171,14 +170,14 @@ def _repeat(call: Callable[[], object], amount: float, device: torch.device) -> 
 def list_probes(directory: str) -> Iterator[tuple[str, Iterator[float]]]:
     """Yield the probes in their order, with their names.
 
-    The disk may hang, so it comes after cores and memory. Then these have a second turn: what
+    The disk may hang, so it comes after the core and memory. Then these have a second turn: what
     disturbed the first is perhaps gone. GPUs come last, because a driver may hang, too.
     """
-    yield "cores", measure_cores()
+    yield "core speed", measure_core()
     yield "memory", measure_memory()
     yield "disk", measure_disk(directory)
     time.sleep(PAUSE_SECONDS)
-    yield "cores", measure_cores()
+    yield "core speed", measure_core()
     yield "memory", measure_memory()
     yield from list_gpu_probes()
 

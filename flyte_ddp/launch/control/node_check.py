@@ -22,10 +22,11 @@ from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.protocol.messages import Check, Checked, Go
 
 MIN_SHARE = 0.7  # least share of the median; a node with less is slow
-# Least share of a rate that depends on the other work of a machine: of the CPU, and of a rate that
-# was stored. Two threads of one core slow each other down to 0.64.
+# Least share of a rate that depends on the other work of a machine, and of a rate that was stored.
+# Two threads of one core slow each other down to 0.64.
 MIN_SHARE_BESIDE_WORK = 0.6
-OF_CPU = ("cores", "memory")
+DISTURBED = ("core speed", "memory")
+OF_CPU = (events.CORES, *DISTURBED)
 # Bytes per second that are enough: what is above varies with the load. One core copies from memory
 # at half its rate while others do.
 ENOUGH = {"memory": 5e9, "disk": 50e6, "network": 125e6, events.LOSSES: 50.0}
@@ -52,7 +53,7 @@ def find_slow(rates: Rates, reference: Mapping[str, float]) -> dict[tuple[int, s
         what = kind.partition(" (")[0]
         if len(found) > 2:
             median = statistics.median(found.values())
-            if what not in OF_CPU:
+            if what not in DISTURBED:
                 share = MIN_SHARE
         median = min(median, ENOUGH.get(what, math.inf))
         for key, rate in found.items():

@@ -461,7 +461,7 @@ def test_a_worker_with_a_third_of_the_cores_is_named_and_left_out(
         return others
 
     slow = eventually(named, 400, "the limited pod is named")[0]
-    assert slow["probe"].startswith("cores")
+    assert slow["probe"].startswith("usable cores")
     assert 0.15 < slow["rate"] / slow["median"] < 0.6
 
     def without_it() -> list[dict[str, Any]]:
