@@ -167,6 +167,7 @@ class DaskPlace:
                 client = connect(self.client.scheduler.address, deadline, self.client.security)
             except ClusterError:
                 return False
+            self._holds.keep(())  # the scheduler that knew of them is gone
             self.client = self._discovery.client = self._clients.enter_context(closing(client))
             self._latest.scheduler_id = now
         return True
