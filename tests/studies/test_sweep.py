@@ -401,7 +401,7 @@ def test_the_copy_of_the_data_is_shared_by_all_runs_and_removed_at_the_end(tmp_p
     (tmp_path / "store").mkdir()
     shared = data.SharedData(Storage(str(tmp_path / "store")))
     with ThreadPoolExecutor() as threads:
-        node = SimpleNamespace(address="w")
+        node = SimpleNamespace(address="w", has_plugin=False)
         locate = lambda run: shared.locate(None, str(tmp_path / "prepared"), [node])  # noqa: E731
         assert list(threads.map(locate, range(3))) == [set()] * 3
     assert [file.name for file in (tmp_path / "store").iterdir()] == ["data-1.zip"]
