@@ -86,9 +86,9 @@ def test_the_split_is_one_of_distinct_names_and_training_keeps_frequencies(tmp_p
 
 def test_names_that_are_left_out_are_counted(tmp_path):
     others = ["Chloé", "R2D2", "  ", "x" * 41, "O'Malley"]
-    text = "id,NAME\n" + "\n".join(f"1,{name}" for name in [*NAMES, *NAMES[:4], *others])
+    text = "id,NAME\n" + "\n".join(f"1,{name}" for name in [*NAMES, *NAMES[:4], "y" * 40, *others])
     assert prepared(tmp_path / "data", written(tmp_path, "some.csv", text)).endswith(
-        ": 40 usable, 36 of them distinct, 3 of these held out; 5 names left out: "
+        ": 41 usable, 37 of them distinct, 3 of these held out; 5 names left out: "
         "3 with other characters than a to z, hyphen, full stop and space, 1 empty, 1 longer than "
         "40 characters"
     )
