@@ -9,6 +9,7 @@ import math
 import multiprocessing.util
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -107,14 +108,35 @@ def pytest_collection_modifyitems(items):
         shuffle_files(items)
 
 
+def page_of(nodeid):
+    """Return the page of the docs that a test runs a block of; "" for others."""
+    match = re.search(r"\[(.+\.md):\d+\]$", nodeid)
+    return match[1] if match else ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run the blocks of a page one after the other in one process: a block may need what those
+    before it made. xdist's own mark for groups has no effect with pytest 9.2.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class PageScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return page_of(nodeid) or nodeid
+
+    return PageScheduling(config, log)
+
+
 def shuffle_files(items):
-    """Order the files and the groups of tests by chance, so that not always the same ones are left
-    without time. All processes of one session agree on the order.
+    """Order the files and the pages of the docs by chance, so that not always the same ones are
+    left without time. All processes of one session agree on the order.
     """
 
     def group_of(item):
-        group = item.get_closest_marker("xdist_group")
-        return group.args[0] if group else str(item.path)
+        return page_of(item.nodeid) or str(item.path)
 
     chance = random.Random(UNTIL)
     groups = list(dict.fromkeys(map(group_of, items)))

@@ -159,13 +159,7 @@ def directories(tmp_path_factory):
 
 # Other tests show the same; `make test-docs` and the CI run these blocks.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(each, id=str(each), marks=pytest.mark.xdist_group(str(each.page)))
-        for each in RUN.values()
-    ],
-)
+@pytest.mark.parametrize("block", [pytest.param(each, id=str(each)) for each in RUN.values()])
 def test_a_block_runs_with_cheaper_settings(block, directories):
     directory = directories(block.page)
     text = block.text

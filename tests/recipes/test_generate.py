@@ -55,7 +55,7 @@ def test_names_are_new_distinct_in_title_case_and_short_enough():
     model = new_model()
     known = [name.upper() for name in generate_names(model, 50)]
     names = generate_names(model, CHUNK, known=known)
-    assert model.training  # as it was given
+    assert model.training  # The mode is as it was given.
     assert len(names) == len(set(names)) == CHUNK
     assert {name.lower() for name in names}.isdisjoint(name.lower() for name in known)
     for name in names:

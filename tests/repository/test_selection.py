@@ -4,6 +4,9 @@ files `make test-long` finds. What happens at a limit of time.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -77,7 +80,9 @@ def test_with_a_limit_files_come_in_another_order_each_time_and_stay_whole(monke
         monkeypatch.setattr(conftest, "UNTIL", until)
         for _ in range(2):
             items = [
-                SimpleNamespace(path=each[0], name=each, get_closest_marker=lambda name: None)
+                SimpleNamespace(
+                    path=each[0], name=each, nodeid=each, get_closest_marker=lambda name: None
+                )
                 for each in names
             ]
             conftest.pytest_collection_modifyitems(items)
@@ -86,3 +91,33 @@ def test_with_a_limit_files_come_in_another_order_each_time_and_stay_whole(monke
             assert [each[0] for each in order[::2]] == [each[0] for each in order[1::2]]
             assert sorted(order) == names
     assert len(orders) == 3
+
+
+BLOCKS = """
+import os, pytest
+
+@pytest.mark.parametrize("block", [f"{page}.md:{line}" for line in (5, 20, 9) for page in "abc"])
+def test_block(block):
+    page, line = block.split(":")
+    with open(f"{page}.txt", "a") as file:
+        file.write(f"{os.getpid()} {line} ")
+"""
+
+
+def test_the_blocks_of_a_page_run_in_one_process_and_in_their_order(tmp_path):
+    """A block may need what those before it made."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler")
+    (tmp_path / "test_blocks.py").write_text(BLOCKS)
+    options = ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(OUTSIDE.parents[1]), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert "9 passed" in done.stdout
+    for page in "abc":
+        found = (tmp_path / f"{page}.md.txt").read_text().split()
+        assert len(set(found[::2])) == 1
+        assert found[1::2] == ["5", "20", "9"]
