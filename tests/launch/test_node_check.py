@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 
+from flyte_ddp import events
 from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import avoid_nodes
@@ -401,7 +402,7 @@ def ask(asked, check):
 def test_agents_fetch_bytes_from_their_neighbours(tmp_path):
     agents = [NodeProbes(tmp_path, index, "127.0.0.1", None) for index in range(4)]
     (measured,) = ask(agents[:1], Check(1, is_machine=True))
-    assert measured.rates["usable cores"] == usable_cores()
+    assert measured.rates[events.CORES] == usable_cores()
     assert "core speed" in measured.rates
     first = ask(agents, Check(1, is_machine=False))
     second = ask(agents, Check(2, is_machine=False, addresses=[each.address for each in first]))

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.events import CORES
 from flyte_ddp.launch.agent.probes import RateMeter
 from flyte_ddp.launch.protocol.messages import Check, Checked
-from flyte_ddp.process.cgroups import usable_cores
 from flyte_ddp.process.devices import cpu_model
 from flyte_ddp.process.threads import start_thread
 
@@ -65,7 +63,6 @@ class NodeProbes:
         try:
             if check.is_machine:
                 rates, problems = measure_machine(self.directory)
-                rates[CORES] = usable_cores()
             if not self._address[1]:
                 self._address = start_serving(self.host)
         except Exception as error:  # a failed measurement must not end the ranks

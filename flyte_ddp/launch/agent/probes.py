@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flyte_ddp.process.cgroups import usable_cores
 from flyte_ddp.process.devices import visible_gpus
 
 if TYPE_CHECKING:
     import torch
 
+CORES = "usable cores"  # as in events.py, whose import would take more time than a probe
 PROBE_SECONDS = 0.03  # time of the CPU for each turn of cores and memory
 SIZE = 256  # rows and columns of the matrices
 NUM_PRODUCTS = 8  # matrix products of which the time is taken: some 5 ms
@@ -173,6 +175,7 @@ def list_probes(directory: str) -> Iterator[tuple[str, Iterator[float]]]:
     The disk may hang, so it comes after the core and memory. Then these have a second turn: what
     disturbed the first is perhaps gone. GPUs come last, because a driver may hang, too.
     """
+    yield CORES, iter([usable_cores()])
     yield "core speed", measure_core()
     yield "memory", measure_memory()
     yield "disk", measure_disk(directory)
