@@ -25,7 +25,8 @@ from flyte_ddp.process.devices import visible_gpus
 if TYPE_CHECKING:
     import torch
 
-CORES = "usable cores"  # as in events.py, whose import would take more time than a probe
+# The name in events.py, whose import would take more time than a probe.
+CORES = "usable cores"
 PROBE_SECONDS = 0.03  # time of the CPU for each turn of cores and memory
 SIZE = 256  # rows and columns of the matrices
 NUM_PRODUCTS = 8  # matrix products of which the time is taken: some 5 ms

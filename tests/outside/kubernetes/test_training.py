@@ -444,7 +444,7 @@ def test_a_worker_with_a_third_of_the_cores_is_named_and_left_out(
     endless: Driver, namespace: Namespace
 ) -> None:
     driver = endless
-    driver.wait_for_step("endless", 1)
+    driver.wait_for(run="endless", event="Reported")  # The run may be resumed.
     (cluster,) = namespace.clusters()
     before = {pod["metadata"]["name"] for pod in driver.pods("worker")}
     # Not half of them: on a busy machine no worker has all of its cores, and each is measured once.
