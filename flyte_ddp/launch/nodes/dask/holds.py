@@ -27,7 +27,9 @@ class Holds:
 
     @property
     def are_lost(self) -> bool:
-        """Whether the client has lost its scheduler since they began. Dask cancels them then."""
+        """Whether the client has lost its scheduler since the tasks began. In that case Dask has
+        cancelled the tasks.
+        """
         return any(each.cancelled() for each in self._futures.values())
 
     def begin(self, client: Client, plugin: str, attempt: str, addresses: Sequence[str]) -> None:

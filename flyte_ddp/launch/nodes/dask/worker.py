@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
@@ -107,6 +107,26 @@ class Agent:
         self.connection.send_bytes(job)
         if listener:
             send_handle(self.connection, listener.fileno(), self.process.pid)
+
+    def pass_on(self, log: Callable[[bytes], None]) -> bytes:
+        """Log the messages of an attempt until its last one, which is returned. It is empty if the
+        process has died.
+        """
+        try:
+            # An empty message announces the last one.
+            for message in iter(self.connection.recv_bytes, b""):
+                log(message)
+            return self.connection.recv_bytes()
+        except (EOFError, OSError):
+            self.process.wait()
+            return b""
+
+    @property
+    def how_it_ended(self) -> str:
+        code = self.process.returncode or 0
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
 
     def end(self) -> None:
         self.connection.close()  # the process then kills its ranks
@@ -309,12 +329,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             self.announce_departure(self.leaves_at)
         last = b""
         try:
-            # An empty message announces the last one.
-            for message in iter(agent.connection.recv_bytes, b""):
-                self.worker.log_event(attempt, {"message": message})
-            last = agent.connection.recv_bytes()
-        except (EOFError, OSError):
-            agent.process.wait()  # the agent has died
+            last = agent.pass_on(lambda each: self.worker.log_event(attempt, {"message": each}))
         finally:
             self.agents.pop(attempt, None)
             # An agent that has sent its last message can run another attempt.
@@ -322,10 +337,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 agent.end()
         if last:
             return {"message": last}
-        code = agent.process.returncode or 0
-        if code < 0:
-            return lost(f"was killed by {signal.Signals(-code).name}")
-        return lost(f"ended with exit code {code}")
+        return lost(agent.how_it_ended)
 
     @property
     def is_at_work(self) -> bool:
