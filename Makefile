@@ -151,7 +151,7 @@ lint: $(TESTED)  ## ruff, mypy (strict on flyte_ddp/), sentences, and the rules 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python .ci/sentences.py flyte_ddp tasks workflows tests benchmarks
+	$(BIN)/python .ci/sentences.py flyte_ddp tasks workflows recipes examples tests benchmarks
 	$(BIN)/python -m pytest --quiet -m '' tests/repository/test_imports.py tests/repository/test_private_names.py
 
 audit: $(TESTED)  ## known vulnerabilities of the pinned packages; fails too where it could not ask about all of them

@@ -71,9 +71,8 @@ class Shop(Recipe):
         return torch.full_like(targets["clicks"], 2)
 
     def metrics(self):
-        # Of each sample, the sum over its two targets.
-        return {
-            "mae": lambda outputs, targets: sum(
-                (outputs[name] - targets[name]).abs() for name in targets
-            )
-        }
+        def absolute_errors(outputs, targets):
+            """Return a number for each sample: the sum over its two targets, (B,)."""
+            return sum((outputs[name] - targets[name]).abs() for name in targets)
+
+        return {"mae": absolute_errors}

@@ -37,7 +37,7 @@ class Pulses(Recipe):
         "epochs": 6,
         "global_batch_size": 30,
         "learning_rate": 0.05,
-        "ema_decay": 0.9,  # the averaged weights are those that are evaluated and returned
+        "ema_decay": 0.9,  # the averaged weights are evaluated and returned
         "evaluation_interval": 6,
         "monitor": {"metric": "accuracy", "mode": "max"},
     }

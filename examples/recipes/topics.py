@@ -1,5 +1,5 @@
-"""Several labels for each sample: the topics of a document by its words, of which scikit-learn
-draws 1,000.
+"""Several labels for each sample: the topics of a document by its words. scikit-learn draws
+1,000 such documents.
 
 cp examples/recipes/topics.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.topics.Topics

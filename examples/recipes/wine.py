@@ -21,7 +21,7 @@ class Wine(Recipe):
         """Write to `directory` all that every rank needs. Called once, in one process."""
         from sklearn.datasets import load_wine
 
-        if source:  # what the user gave as --data: a path or any URL
+        if source:  # the value of --data: a path or any URL
             raise DataError(
                 f"data: expected none, because recipe Wine uses scikit-learn's data, got {source!r}"
             )

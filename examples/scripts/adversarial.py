@@ -19,7 +19,8 @@ generator, critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 16), nn.ReLU(), 
 ours = [DistributedDataParallel(generator), DistributedDataParallel(critic)]
 optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in ours]
 parts, step = [generator, critic, *optimizers], 0
-if state := session.load():
+state = session.load()  # None in a new run
+if state:
     step = state["step"]
     for part, saved in zip(parts, state["parts"], strict=True):
         part.load_state_dict(saved)

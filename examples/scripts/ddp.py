@@ -39,20 +39,22 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
 
     step = 0
-    if state := session.load():  # None in a new run
+    state = session.load()  # None in a new run
+    if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
 
     for epoch in range(arguments.epochs):
-        # after a restart those that are left
+        # After a restart, these are the batches that no step has used yet.
         for (batch, labels), weight in session.batches(data, 64, epoch):
             loss = weight * nn.functional.cross_entropy(model(batch.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             step += 1
-            dist.all_reduce(mean := loss.detach())
+            mean = loss.detach()
+            dist.all_reduce(mean)
             mean /= dist.get_world_size()
             session.report(step=step, epoch=epoch, loss=mean.item())
             stops = session.stop_requested  # the machine is about to go away

@@ -1,4 +1,4 @@
-"""Train a Transformer whose weights are sharded over the ranks with FSDP2 (`fully_shard`), in a
+"""Train a Transformer with FSDP2 (`fully_shard`), which shards its weights over the ranks, in a
 loop of one's own.
 
 flyte-ddp run --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
@@ -28,14 +28,13 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
+    kind = "cpu"
+    if torch.cuda.is_available():
+        kind = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))  # makes the process group, too
     torch.manual_seed(0)
-    layers = [
-        nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2)
-    ]
+    layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, 64), *layers, nn.Linear(64, VOCABULARY)).to(kind)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -48,7 +47,8 @@ def main():
         return {"model": weights, "optimizer": momentum, "step": step}
 
     first_step = 0
-    if state := session.load(into=state_at(0)):  # fills this rank's parts
+    state = session.load(into=state_at(0))  # fills this rank's parts; None in a new run
+    if state:
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )

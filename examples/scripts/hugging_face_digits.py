@@ -14,11 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output")  # of checkpoints; none by default
+    parser.add_argument("--output")  # directory of the checkpoints; none are kept without it
     arguments = parser.parse_args()
 
     set_seed(0)
-    digits = torch.arange(4000).remainder(97).pow(2).remainder(10)  # of a sequence that repeats
+    # The model learns a sequence of digits that repeats after 97 of them.
+    digits = torch.arange(4000).remainder(97).pow(2).remainder(10)
     data = [
         {"input_ids": digits[start : start + 32], "labels": digits[start : start + 32]}
         for start in range(1000)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/scripts/lora.py 40
 
 It needs peft. A small fresh model and bytes as tokens stand in for a pretrained model and its
-tokenizer, whose `apply_chat_template` gives tokens and the mask of the answers.
+tokenizer. A real tokenizer's `apply_chat_template` returns tokens and the mask of the answers.
 """
 
 import itertools
@@ -50,7 +50,8 @@ def main(num_steps):
     model = peft.get_peft_model(LlamaForCausalLM(config), adapters)
     replica, data, step = DistributedDataParallel(model), open_data(), 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if state := session.load():  # None in a new run
+    state = session.load()  # None in a new run
+    if state:
         peft.set_peft_model_state_dict(model, state["adapters"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
@@ -62,7 +63,8 @@ def main(num_steps):
             loss.backward()
             optimizer.step()
             step += 1
-            dist.all_reduce(mean := loss.detach())
+            mean = loss.detach()
+            dist.all_reduce(mean)
             mean /= dist.get_world_size()
             session.report(step=step, epoch=epoch, loss=mean.item())
             ends = step == num_steps or session.stop_requested

@@ -1,4 +1,4 @@
-"""A Flyte task whose function runs in every rank: `pyflyte run THIS_FILE train --lr 0.1`."""
+"""A Flyte task that runs its function in every rank: `pyflyte run THIS_FILE train --lr 0.1`."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ def train(lr: float = 0.1, steps: int = 100) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     inputs = torch.randn(64, 4)[dist.get_rank() :: dist.get_world_size()]
     first_step = 0
-    if state := session.load():
+    state = session.load()  # None in a new run
+    if state:
         model.load_state_dict(state["model"])
         first_step = state["step"]
     for step in range(first_step + 1, steps + 1):

@@ -12,7 +12,7 @@ from flyte_ddp import flyte2
 SETTINGS = flyte2.SETTINGS
 training = flyte2.environment("training", SETTINGS.training, gpus=SETTINGS.gpus)
 on_cluster = flyte2.environment("on-cluster", SETTINGS.driver)  # the GPUs are the cluster's
-# which calls another task, so it runs as the SDK has it
+# `retrain` calls another task, so it runs without this package's plugin.
 planning = flyte2.environment("planning", SETTINGS.small, depends_on=[training], plugin_config=None)
 
 
