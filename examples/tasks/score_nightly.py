@@ -20,6 +20,6 @@ SCORE = LaunchPlan.get_or_create(
         "model_state": "s3://bucket/champions/image_folder",
         "data": FlyteDirectory("s3://bucket/new-images"),
     },
-    schedule=CronSchedule(schedule="0 5 * * *"),  # in UTC, after the retraining
+    schedule=CronSchedule(schedule="0 5 * * *"),  # 5 am UTC, after the retraining
     concurrency=ConcurrencyPolicy(max_concurrency=1),  # a night that takes longer skips the next
 )
