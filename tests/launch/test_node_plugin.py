@@ -103,7 +103,7 @@ def test_a_job_that_comes_while_the_attempt_before_it_ends_waits_for_its_agent(n
 def test_an_agent_that_dies_is_reported_with_the_signal(node):
     plugin = node.plugins["run"]
     take_job(plugin, "run-0").process.kill()
-    assert eventually(lambda: not plugin.running)
+    assert eventually(lambda: not plugin.use.attempts)
     assert node.logged[-1] == ("run-0", {"lost": "its agent was killed by SIGKILL"})
 
 
@@ -114,7 +114,7 @@ def test_an_agent_that_cannot_be_started_is_reported_with_the_reason(node, monke
     monkeypatch.setattr(FakeAgent, "start", start)
     plugin = node.plugins["run"]
     plugin.take("run-0", {"job": b"job"})
-    assert eventually(lambda: not plugin.running)
+    assert eventually(lambda: not plugin.use.attempts)
     why = "its agent could not be started: OSError: no more processes"
     assert node.logged[-1] == ("run-0", {"lost": why})
 
@@ -123,11 +123,11 @@ def test_a_worker_that_another_run_uses_takes_no_job(node):
     plugin, other = node.plugins.values()
     agent = take_job(plugin, "run-0")
     other.take("other-0", {"job": b"job"})
-    assert eventually(lambda: not other.running)
+    assert eventually(lambda: not other.use.attempts)
     why = "its agent was not started: another run uses the worker (run)"
     assert node.logged[-1] == ("other-0", {"lost": why})
     end(agent)
-    assert eventually(lambda: not plugin.running)
+    assert eventually(lambda: not plugin.use.attempts)
     take_job(other, "other-1", num_started=2)
 
 
@@ -141,7 +141,7 @@ def test_an_attempt_that_another_one_follows_at_once_is_not_run(node):
     agent = FakeAgent.started[0]
     assert agent.far.recv_bytes() == b"second"
     end(agent)
-    assert eventually(lambda: not plugin.running)  # either of them may have had the first turn
+    assert eventually(lambda: not plugin.use.attempts)  # either of them may have had the first turn
     assert FakeAgent.started == [agent]
 
 
@@ -151,7 +151,7 @@ def test_a_worker_is_held_while_its_run_needs_it(node, monkeypatch, ends_by):
     if ends_by == "the run ends":
         monkeypatch.setattr(worker, "HOLD_SECONDS", 1e9)
     agent = take_job(plugin, "run-0")
-    thread = threading.Thread(target=plugin.hold, daemon=True)
+    thread = threading.Thread(target=plugin.use.hold, daemon=True)
     thread.start()
     node.state.executing_count = 1
     thread.join(0.1)
@@ -159,10 +159,10 @@ def test_a_worker_is_held_while_its_run_needs_it(node, monkeypatch, ends_by):
     assert worker.introduce("other", node)["is_busy"]
     assert worker.introduce("run", node)["is_busy"]  # the attempt before has not ended
     end(agent)
-    assert eventually(lambda: not plugin.running)
+    assert eventually(lambda: not plugin.use.attempts)
     if ends_by == "the run ends":
         assert not worker.introduce("run", node)["is_busy"]
         assert worker.introduce("other", node)["is_busy"]
-        plugin._is_over.set()
+        plugin.use.close()
     thread.join()
-    assert plugin.num_holds == 0
+    assert plugin.use.num_holds == 0

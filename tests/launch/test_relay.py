@@ -12,7 +12,7 @@ from distributed.comm import CommClosedError
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.launch.control.states import Departure
-from flyte_ddp.launch.nodes.dask import calls, discovery, nodes, relay
+from flyte_ddp.launch.nodes.dask import calls, discovery, heartbeats, nodes, relay
 from flyte_ddp.launch.nodes.dask.assignment import DaskNode
 from flyte_ddp.launch.protocol.messages import Beat, End, Failed, Go, Outcome, Stop
 from flyte_ddp.launch.protocol.ranks import NodeRanks
@@ -190,7 +190,8 @@ def gang(monkeypatch):
     ]
     monkeypatch.setattr(nodes, "scheduler_id", lambda client: "1")
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (nodes, heartbeats):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     client = SimpleNamespace(loop=SimpleNamespace(add_callback=lambda *_: None))
     holds = SimpleNamespace(are_lost=False)
     gang = nodes.DaskNodes("run", b"", client, ClusterConfig(kind="local"), made, None, None, holds)
@@ -215,7 +216,7 @@ def event(worker, message):
 def test_a_node_that_does_not_take_its_job_is_lost_sooner_than_a_silent_one(gang):
     admitted = {"admitted": True, "worker": "a"}
     assert gang.receive(1.0, admitted) == []
-    (index, failed), (_, end) = gang.receive(nodes.ANSWER_TIMEOUT + 0.1)
+    (index, failed), (_, end) = gang.receive(heartbeats.ANSWER_TIMEOUT + 0.1)
     assert index == 1
     assert isinstance(failed, Failed)
     assert "it does not answer" in str(failed.failure)
@@ -231,10 +232,10 @@ def test_no_node_is_lost_while_others_take_their_jobs_in_line_before_it(gang):
 
 
 def test_of_many_nodes_one_may_wait_longer_for_its_job(gang, monkeypatch):
-    monkeypatch.setattr(gang, "nodes", [*gang.nodes, *[dead_node()] * 1022])
+    monkeypatch.setattr(gang._silence, "num_nodes", 1024)
     assert gang.receive(1.0, {"admitted": True, "worker": "a"}) == []
-    assert gang.receive(nodes.ANSWER_TIMEOUT + 10.0) == []
-    received = gang.receive(nodes.ANSWER_TIMEOUT + 10.0)
+    assert gang.receive(heartbeats.ANSWER_TIMEOUT + 10.0) == []
+    received = gang.receive(heartbeats.ANSWER_TIMEOUT + 10.0)
     assert [index for index, _ in received] == [1, 1]
 
 
@@ -271,7 +272,7 @@ def test_a_command_to_a_thousand_nodes_is_repeated_every_four_seconds(gang, monk
     monkeypatch.setattr(
         gang.client.loop, "add_callback", lambda *arguments: sent.append(arguments[-1])
     )
-    monkeypatch.setattr(gang, "nodes", [*gang.nodes, *[dead_node()] * 998])
+    monkeypatch.setattr(gang._command, "nodes", [*gang.nodes, *[dead_node()] * 998])
     gang.send(Stop("SIGTERM", 30.0))
     for _ in range(8):
         gang.receive(1.0)

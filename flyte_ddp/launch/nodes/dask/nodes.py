@@ -26,7 +26,7 @@ from distributed.client import ClosedClientError
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import pod_end, target_namespace
-from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
+from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.reference import Reference
@@ -37,8 +37,8 @@ from flyte_ddp.launch.nodes.dask.calls import (
     call_workers,
     run_on_scheduler,
     scheduler_id,
-    send_command,
 )
+from flyte_ddp.launch.nodes.dask.heartbeats import START_TIMEOUT, RepeatedCommand, SilenceWatch
 from flyte_ddp.launch.nodes.dask.holds import Holds
 from flyte_ddp.launch.nodes.dask.preemption import hold_scheduler
 from flyte_ddp.launch.nodes.dask.scale_up import ScaleUpWatch
@@ -46,23 +46,13 @@ from flyte_ddp.launch.protocol.failures import shorten
 from flyte_ddp.launch.protocol.messages import (
     End,
     Failed,
-    Go,
     Leaving,
     NodeJob,
     Outcome,
 )
 from flyte_ddp.launch.protocol.programs import Job
 
-# seconds for the code to reach a worker, and at least for its agent to start and report: a busy
-# machine imports slowly
-START_TIMEOUT = 60.0
 RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
-# further seconds for each node of the gang until one that has not taken its job counts as lost
-JOB_SECONDS = 0.02
-# seconds for each node of the gang between two repetitions of a command, which costs the scheduler
-# more than half a millisecond for each node
-COMMAND_SECONDS = 0.004
-GO_BEATS = 5  # within `node_timeout`, while all nodes train: each costs the scheduler a message
 WORKER_LOG_LINES = 15  # lines of the log of a lost worker's pod in the error
 
 
@@ -83,10 +73,6 @@ class DaskNodes(Nodes):
 
     _began_at: float = 0.0  # seconds since the epoch
     _name: str = ""  # name of the attempt and of the topic of its messages
-    _command: bytes = b""
-    _is_go: bool = False  # no node needs to do anything about the command
-    _next_command_at: float = 0.0
-    _admitted_at: float = 0.0  # monotonic: when a node last took its job
     _next_look_at: float = 0.0  # monotonic: when to look again for nodes without messages
     _is_begun: bool = False  # the nodes have been sent their jobs
     # batches of events of the attempt and of the scheduler, each with its time of arrival
@@ -96,6 +82,8 @@ class DaskNodes(Nodes):
 
     def __post_init__(self) -> None:
         self._by_address = {node.address: node for node in self.nodes}
+        self._command = RepeatedCommand(self.client, self.plugin, self.nodes, self.config)
+        self._silence = SilenceWatch(len(self.nodes), self.config.node_timeout)
         self.world_size = self.nodes[0].ranks.world_size
         self.scheduler_id = scheduler_id(self.client)
         if self.config.resolved_kind == "kubernetes":
@@ -156,14 +144,11 @@ class DaskNodes(Nodes):
         if not self._is_begun:
             for node in self.nodes:
                 node.end = End(Outcome.FAILED)  # the node was never started
-        self._command, self._next_command_at = pickle.dumps(command), 0.0
-        self._is_go = isinstance(command, Go)
-        if self._is_go:  # the job has just shown that the driver is there
-            self._next_command_at = time.monotonic() + BEAT_INTERVAL
-        self._repeat_command()
+        self._command.change(command)
+        self._command.repeat()
 
     def messages(self) -> Iterator[tuple[Node, Any]]:
-        self._repeat_command()
+        self._command.repeat()
         with contextlib.suppress(queue.Empty):
             yield from self._take(*self._arrivals.get(timeout=POLL_INTERVAL))
             while True:
@@ -175,7 +160,7 @@ class DaskNodes(Nodes):
         for node in self.nodes:
             if node.outcome:
                 continue
-            why = self._find_loss(node)
+            why = self._silence.find_loss(node)
             if is_cut_off:
                 why = "the connection to the Dask scheduler ended"
             if why:
@@ -238,21 +223,6 @@ class DaskNodes(Nodes):
                 raise NodeLost(f"{node} was lost: {why}", node.worker) from error
         return answers
 
-    def _repeat_command(self) -> None:
-        """Send the current command to every node, about every second, because one may get lost.
-
-        Over 250 nodes get it less often. Nodes that all train only need to know that the driver is
-        there.
-        """
-        if time.monotonic() < self._next_command_at:
-            return
-        interval = max(BEAT_INTERVAL, COMMAND_SECONDS * len(self.nodes))
-        if self._is_go and all(node.is_started or node.outcome for node in self.nodes):
-            interval = max(interval, self.config.node_timeout / GO_BEATS)
-        self._next_command_at = time.monotonic() + interval
-        # Without waiting: a scheduler that does not answer must not delay the driver.
-        self.client.loop.add_callback(send_command, self.client, self.plugin, self._command)
-
     def _take(self, arrived_at: float, batch: list[dict[str, Any]]) -> Iterator[tuple[Node, Any]]:
         """Yield the messages of nodes in Dask's events, and the loss of a worker that the scheduler
         reports.
@@ -260,7 +230,8 @@ class DaskNodes(Nodes):
         for event in batch:
             node = self._by_address.get(event["worker"])
             if node and not node.is_admitted and ("message" in event or "admitted" in event):
-                node.is_admitted, self._admitted_at = True, arrived_at
+                node.is_admitted = True
+                self._silence.admitted_at = arrived_at
             if node and "message" in event:
                 node.last_message_at, node.is_started = arrived_at, True
                 message = pickle.loads(event["message"])
@@ -274,23 +245,6 @@ class DaskNodes(Nodes):
                 yield from _lose(node, event["lost"])
             elif node and event.get("action") == "remove-worker":
                 yield from _lose(node, "its worker is gone")
-
-    def _find_loss(self, node: DaskNode) -> str:
-        """Return why no more messages can come from a node; "" if they can. The node has not sent
-        its end.
-        """
-        silence, limit = time.monotonic() - node.last_message_at, self.config.node_timeout
-        if node.is_started and silence > limit:
-            node.is_silent = True
-            return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
-        # A thousand nodes take their jobs in line, for longer than one may take.
-        since_others = time.monotonic() - self._admitted_at
-        patience = ANSWER_TIMEOUT + JOB_SECONDS * len(self.nodes)
-        if not node.is_admitted and min(silence, since_others) > patience:
-            return f"it does not answer: it did not take its job within {silence:.0f} s"
-        if not node.is_started and silence > max(limit, START_TIMEOUT):
-            return f"its agent has not started within {silence:.0f} s"
-        return ""
 
 
 def _lose(node: Node, why: str) -> Iterator[tuple[Node, Any]]:

@@ -180,6 +180,35 @@ class SpareAgent:
             agent.end()
 
 
+class WorkerUse:
+    """Whether the run uses its worker, and the task that shows it to others (holds.py)."""
+
+    def __init__(self) -> None:
+        self.attempts: set[str] = set()  # attempts whose job has come, until their end
+        self.num_holds = 0  # threads in `hold`
+        self._ended_at = 0.0  # monotonic: when an attempt last ended here
+        self._is_over = threading.Event()
+
+    def end(self, attempt: str) -> None:
+        self._ended_at = time.monotonic()
+        self.attempts.discard(attempt)
+
+    def hold(self) -> None:
+        """Keep a thread of the worker while the run uses it, and a while longer. The next attempt
+        may begin until then.
+        """
+        self.num_holds += 1
+        begun_at = time.monotonic()
+        while self.attempts or time.monotonic() < max(begun_at, self._ended_at) + HOLD_SECONDS:
+            if self._is_over.wait(HOLD_INTERVAL):
+                break
+        self.num_holds -= 1
+
+    def close(self) -> None:
+        """Release the worker, because the run has ended."""
+        self._is_over.set()
+
+
 @dataclass(eq=False, repr=False)
 class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     """One run's presence in one worker."""
@@ -187,25 +216,18 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     name: str  # name of the run and of the plugin
     # zip of packages and modules that the agent and the ranks import before all others
     code: bytes
-    directory: str = ""
-    outputs: str = ""  # directory for the ranks' files of `outputs_directory` in launch/run.py
-    results: str = ""  # directory for files that the ranks submit
+    directory: str = ""  # the directory with the unpacked code
     attempt: str = ""  # the latest attempt, and the only one that may run
     # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
-    running: set[str] = field(default_factory=set)  # attempts whose job has come, until their end
     agents: dict[str, Agent] = field(default_factory=dict)
     spare: SpareAgent = field(default_factory=SpareAgent)
+    use: WorkerUse = field(default_factory=WorkerUse)
     leaves_at: float = float("inf")  # monotonic: when this worker closes
-    num_holds: int = 0  # threads in `hold`
-    _used_at: float = 0.0  # monotonic: when an attempt last ended here
     _turn: threading.Lock = field(default_factory=threading.Lock)  # held by the running attempt
-    _is_over: threading.Event = field(default_factory=threading.Event)
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
-        self.outputs = os.path.join(worker.local_directory, f"outputs-{self.name}")
-        self.results = os.path.join(worker.local_directory, f"results-{self.name}")
         digest = hashlib.sha256(self.code).hexdigest()[:16]
         self.directory = os.path.join(worker.local_directory, f"code-{digest}")
         if not os.path.exists(self.directory):
@@ -228,7 +250,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         # A late command without a handler would end the scheduler's stream.
         worker.stream_handlers[self.name] = ignore
         worker.handlers.pop(f"results-{self.name}", None)
-        self._is_over.set()
+        self.use.close()
         self._clear()
         self.spare.close()
         # Rank 0 has copied the outputs of its node to their URL.
@@ -274,23 +296,12 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if "job" in content:
             if attempt not in self.admitted:
                 self.admit(attempt, meets_here=False)
-            self.running.add(attempt)
+            self.use.attempts.add(attempt)
             threading.Thread(target=self._run, args=(attempt, content["job"]), daemon=True).start()
         agent = self.agents.get(attempt)
         if agent and "command" in content:
             with contextlib.suppress(OSError):  # the agent has just ended
                 agent.connection.send_bytes(content["command"])
-
-    def hold(self) -> None:
-        """Keep a thread of the worker while the run uses it, and a while longer. The next attempt
-        may begin until then.
-        """
-        self.num_holds += 1
-        begun_at = time.monotonic()
-        while self.running or time.monotonic() < max(begun_at, self._used_at) + HOLD_SECONDS:
-            if self._is_over.wait(HOLD_INTERVAL):
-                break
-        self.num_holds -= 1
 
     def _run(self, attempt: str, job: bytes) -> None:
         """Run an attempt after the end of the one before, which was killed if it had not ended."""
@@ -299,8 +310,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 event = self._supervise(attempt, job)
         except Exception as error:
             event = lost(f"could not be started: {type(error).__name__}: {error}")
-        self._used_at = time.monotonic()
-        self.running.discard(attempt)
+        self.use.end(attempt)
         if event:  # only now: the next attempt may follow at once
             self.worker.log_event(attempt, event)
 
@@ -308,7 +318,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """Let the agent run an attempt, and pass its messages on as events of the topic `attempt`.
         Return the last event: the agent's last message, or why there is none.
         """
-        users = [each for each in plugins_of(self.worker) if each is not self and each.running]
+        others = [each for each in plugins_of(self.worker) if each is not self]
+        users = [each for each in others if each.use.attempts]
         if users:
             return lost(f"was not started: another run uses the worker ({users[0].name})")
         if attempt not in self.admitted:
@@ -338,6 +349,16 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if last:
             return {"message": last}
         return lost(agent.how_it_ended)
+
+    @property
+    def outputs(self) -> str:
+        """Directory for the ranks' files of `outputs_directory` in launch/run.py."""
+        return os.path.join(self.worker.local_directory, f"outputs-{self.name}")
+
+    @property
+    def results(self) -> str:
+        """Directory for files that the ranks submit."""
+        return os.path.join(self.worker.local_directory, f"results-{self.name}")
 
     @property
     def is_at_work(self) -> bool:
@@ -389,8 +410,8 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
     found = dask_worker.plugins.get(plugin)
     num_tasks, is_in_use = dask_worker.state.executing_count, False
     if found:
-        num_tasks -= found.num_holds
-        is_in_use = bool(found.running)  # the attempt before has not ended yet
+        num_tasks -= found.use.num_holds
+        is_in_use = bool(found.use.attempts)  # the attempt before has not ended yet
     return {
         "host": get_address_host(dask_worker.address),
         "machine": os.environ.get(NODE_VARIABLE, ""),
@@ -432,7 +453,7 @@ def hold(plugin: str) -> None:
     """Run a task of `Holds`. A worker that came back at the address of a lost one has no plugin."""
     found = get_worker().plugins.get(plugin)
     if found:
-        found.hold()
+        found.use.hold()
 
 
 def holds_file(path: str, contents: bytes) -> bool:
