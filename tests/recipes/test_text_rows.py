@@ -23,6 +23,7 @@ from tests.support.text_recipe import TINY, new_recipe, prepared
 from tests.support.trainers import new_trainer
 
 CONTEXT = 32
+DEFAULT_SIZES = {"layers": 4, "width": 128, "heads": 4}  # the sizes that `pretrained` allows
 DOCUMENTS = [
     f"{number}: " + "über " * (number % 9 * (1 + 9 * (number == 8))) for number in range(60)
 ]
@@ -215,7 +216,27 @@ def test_documents_are_in_shards_as_they_are_without(tmp_path):
 def test_chats_that_cannot_be_used_are_one_line(chats, error, expected, model, tmp_path):
     place = write_chats(tmp_path, chats)
     with raises_one_line(error, match=expected):
-        prepared(tmp_path, place, pretrained=model, samples="chats", layers=4, width=128, heads=4)
+        prepared(tmp_path, place, pretrained=model, samples="chats", **DEFAULT_SIZES)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
+    model, tmp_path, monkeypatch
+):
+    """transformers would ask on the terminal whether to run the code."""
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "n")
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    code = {
+        "auto_map": {"AutoTokenizer": ["other/model--code.Own", None]},
+        "tokenizer_class": "Own",
+    }
+    settings = json.loads((own / SETTINGS).read_text())
+    (own / SETTINGS).write_text(json.dumps(settings | code))
+    place = write_chats(tmp_path, [make_chat(number) for number in range(30)])
+    with raises_one_line(ConfigError, match="recipe_options.pretrained: .*code"):
+        prepared(tmp_path, place, pretrained=str(own), samples="chats", **DEFAULT_SIZES)
+    assert questions == []
 
 
 def test_a_chat_template_that_is_missing_or_changes_earlier_text_is_one_line(model, tmp_path):
@@ -226,12 +247,14 @@ def test_a_chat_template_that_is_missing_or_changes_earlier_text_is_one_line(mod
     shutil.copytree(model, own)
     for template, expected in (
         ("{{ messages | length }}" + TEMPLATE, "expected a chat template that only adds"),
+        (
+            TEMPLATE + "{{ '!' if messages | length == 2 }}",
+            "expected a chat template that only adds",
+        ),
         ("{{ raise_exception('no system') }}", "the chat template refuses it: .*no system"),
     ):
         settings = json.loads((own / SETTINGS).read_text())
         (own / SETTINGS).write_text(json.dumps({**settings, "chat_template": template}))
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
         with raises_one_line(DataError, match=f"data: chat 1 of .*: {expected}"):
-            prepared(
-                tmp_path, place, pretrained=str(own), samples="chats", layers=4, width=128, heads=4
-            )
+            prepared(tmp_path, place, pretrained=str(own), samples="chats", **DEFAULT_SIZES)

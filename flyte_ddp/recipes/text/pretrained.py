@@ -56,10 +56,22 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of transformers with its files in `directory`."""
+    """Return the tokenizer of transformers with its files in `directory`.
+
+    Raises:
+        ConfigError: transformers refuses the files, for example because they name code.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    try:
+        # Without `trust_remote_code`, transformers asks on the terminal whether to run code.
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"{FIELD}: transformers refuses the tokenizer: {in_one_line(error)}"
+        ) from error
 
 
 def leave_hub() -> None:
