@@ -385,6 +385,9 @@ TEXTS = {  # name: (how the story is stored, its reason to be left out, "" where
     "empty.txt": (lambda text: b"", "empty"),
     "picture.png": (lambda text: PICTURE, "hidden or of other names"),
     ".hidden/plain.txt": (str.encode, "hidden or of other names"),
+    "__MACOSX/plain.txt": (str.encode, "hidden or of other names"),
+    ".plain.txt": (str.encode, "hidden or of other names"),
+    "_plain.txt": (str.encode, "hidden or of other names"),
 }
 
 
@@ -411,7 +414,7 @@ def test_text_is_read_in_any_packing_and_encoding_and_nothing_else_is_trained(tm
     assert corpus.left_out == Counter(reason for _, reason in TEXTS.values() if reason)
     (tmp_path / "data").mkdir()
     prepare_data(get_recipe("text", {"context": 8}), str(source), tmp_path / "data")
-    told = "10 files left out: 3 no text, 2 hidden or of other names, 1 "
+    told = "13 files left out: 5 hidden or of other names, 3 no text, 1 "
     assert told in describe_data(tmp_path / "data")["description"]
     assert any(told in record.getMessage() for record in caplog.records)
 
@@ -421,7 +424,7 @@ def test_text_is_read_in_any_packing_and_encoding_and_nothing_else_is_trained(tm
     [
         name
         for name, (_, reason) in TEXTS.items()
-        if reason not in ("", "empty") and not name.startswith(".")
+        if reason not in ("", "empty") and not name.startswith((".", "_"))
     ],
 )
 def test_one_file_that_is_no_text_is_refused_with_what_it_is(tmp_path, name):

@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import math
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import BUILTIN, Recipe, config_of, get_recipe, mnist
+from flyte_ddp.recipes.base import to_png
 from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from tests.support.errors import raises_one_line
@@ -201,6 +206,19 @@ def test_a_models_outputs_have_a_score_per_class_and_its_predictions_an_image(na
         assert sum(prediction.scores.values()) == pytest.approx(1)
         assert prediction.guess == max(prediction.scores, key=prediction.scores.get)
         assert prediction.image.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((2, 3), (2, 3)), ((1, 2, 3), (2, 3)), ((3, 2, 5), (2, 5, 3))]
+)
+def test_a_picture_of_bytes_becomes_a_png_with_the_same_pixels(shape, expected):
+    sample = torch.arange(math.prod(shape), dtype=torch.uint8).view(shape)
+    wanted = sample
+    if shape[0] == 3:
+        wanted = sample.movedim(0, -1)  # colours come last in a picture
+    pixels = np.asarray(Image.open(io.BytesIO(to_png(sample))))
+    np.testing.assert_array_equal(pixels, wanted.reshape(expected).numpy())
+    assert to_png(sample.float()) == b""
 
 
 def test_inputs_are_bytes_made_floats_with_mnists_mean_and_deviation():

@@ -318,6 +318,12 @@ def test_files_of_a_table_may_differ_in_the_order_and_the_width_of_their_columns
             ["--unreadable", "skip"],
             "--unreadable: expected none with a table",
         ),
+        (
+            {"a.parquet": table_of(a=[1])},
+            ["--unreadable", "fail"],
+            "--unreadable: expected none with a table",
+        ),
+        (image_tree(count=2), ["--unreadable", "some"], "--unreadable: expected one of fail, skip"),
         ({"a.csv": b"x\n1\n"}, ["--held-out", "0.5"], "--held-out: expected a share that leaves"),
         ({"a.csv": b"x\n1\n"}, ["--held-out", "0"], "--held-out: expected"),
         ({"a.csv": b"x\n1\n"}, ["--held-out", "nan"], "--held-out: expected a finite number"),
