@@ -53,9 +53,8 @@ def main():
             loss.backward()
             optimizer.step()
             step += 1
-            mean = loss.detach()
+            mean = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean)
-            mean /= dist.get_world_size()
             session.report(step=step, epoch=epoch, loss=mean.item())
             stops = session.stop_requested  # the machine is about to go away
             if stops or step % 10 == 0:

@@ -63,9 +63,8 @@ def main(num_steps):
             loss.backward()
             optimizer.step()
             step += 1
-            mean = loss.detach()
+            mean = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean)
-            mean /= dist.get_world_size()
             session.report(step=step, epoch=epoch, loss=mean.item())
             ends = step == num_steps or session.stop_requested
             if ends or step % 5 == 0:

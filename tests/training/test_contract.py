@@ -385,6 +385,17 @@ def test_a_group_of_the_optimizer_that_torch_would_misread_is_refused(groups, ex
         build_optimizer(nn.Linear(1, 1), TrainingConfig(), groups)
 
 
+def test_a_recipe_that_forgets_a_parameter_in_its_groups_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        ConfigError,
+        match="^optimizer_groups: expected every trained parameter .* got none with bias",
+    ):
+        build_optimizer(model, TrainingConfig(), [{"params": [model.weight]}])
+    model.bias.requires_grad_(False)
+    build_optimizer(model, TrainingConfig(), [{"params": [model.weight, model.bias]}])
+
+
 def test_every_rank_checks_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # The reported place is in the user's own copy.
     run = new_run(tmp_path, "tests.support.mistakes.Averaged")
