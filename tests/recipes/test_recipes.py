@@ -16,9 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.recipes import BUILTIN, Recipe, config_of, get_recipe, mnist
+from flyte_ddp.recipes import config_of, get_recipe, mnist
 from flyte_ddp.recipes.base import to_png
 from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
@@ -33,18 +32,6 @@ IDX_FILES = {
 
 
 # By name
-
-
-@pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_a_built_in_recipe_is_found_and_its_defaults_are_a_valid_config(name):
-    recipe = get_recipe(name)
-
-    assert isinstance(recipe, Recipe)
-    resolve(recipe.defaults, {})
-
-
-def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name():
-    assert type(get_recipe("tests.support.recipes:Tiny")).__name__ == "Tiny"
 
 
 @pytest.mark.parametrize(

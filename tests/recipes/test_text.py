@@ -197,15 +197,19 @@ def test_any_bytes_are_tokens_of_the_default(tmp_path):
 def test_nats_per_byte_compare_between_tokenizers(tmp_path):
     """The same total loss over the same text gives the same figure, whatever a token is."""
     for tokens in ("bytes", "bpe"):
-        recipe, (_, test), _ = prepared_from(
+        recipe, sides, _ = prepared_from(
             tmp_path / tokens, DOCUMENTS, tokens=tokens, context=1, vocabulary=300
         )
-        num_targets = test.tensors[1].numel()
-        num_bytes = sum(len(text.encode()) for text in documents_of(tmp_path / tokens, HELD_OUT))
-        epoch = dataclasses.replace(sample_run.epoch(1), test_loss=1000.0 / num_targets)
         # With a context of one token all but the first token are targets.
+        train_loss, test_loss = (1000.0 / side.tensors[1].numel() for side in sides)
+        train_bytes, test_bytes = (
+            sum(len(text.encode()) for text in documents_of(tmp_path / tokens, name))
+            for name in (TRAIN, HELD_OUT)
+        )
+        epoch = dataclasses.replace(sample_run.epoch(1), train_loss=train_loss, test_loss=test_loss)
         figures = recipe.figures(epoch)
-        assert figures["nats_per_byte"] == pytest.approx(1000.0 / num_bytes, rel=0.05)
+        assert figures["nats_per_byte"] == pytest.approx(1000.0 / test_bytes, rel=0.05)
+        assert figures["train_nats_per_byte"] == pytest.approx(1000.0 / train_bytes, rel=0.05)
         assert figures["perplexity"] == pytest.approx(math.exp(epoch.test_loss))
         assert figures["bits_per_byte"] == pytest.approx(figures["nats_per_byte"] / math.log(2))
 
