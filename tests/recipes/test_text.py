@@ -202,10 +202,8 @@ def test_nats_per_byte_compare_between_tokenizers(tmp_path):
         )
         # With a context of one token all but the first token are targets.
         train_loss, test_loss = (1000.0 / side.tensors[1].numel() for side in sides)
-        train_bytes, test_bytes = (
-            sum(len(text.encode()) for text in documents_of(tmp_path / tokens, name))
-            for name in (TRAIN, HELD_OUT)
-        )
+        texts = ["".join(documents_of(tmp_path / tokens, name)) for name in (TRAIN, HELD_OUT)]
+        train_bytes, test_bytes = (len(text.encode()) for text in texts)
         epoch = dataclasses.replace(sample_run.epoch(1), train_loss=train_loss, test_loss=test_loss)
         figures = recipe.figures(epoch)
         assert figures["nats_per_byte"] == pytest.approx(1000.0 / test_bytes, rel=0.05)

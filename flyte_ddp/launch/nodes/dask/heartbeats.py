@@ -65,7 +65,7 @@ class RepeatedCommand:
 class SilenceWatch:
     """The judgement about nodes that send no messages."""
 
-    num_nodes: int  # in the gang
+    num_nodes: int  # number of nodes in the gang
     node_timeout: float  # seconds
     admitted_at: float = 0.0  # monotonic: when a node last took its job
 
