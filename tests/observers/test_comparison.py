@@ -119,6 +119,11 @@ def test_a_schedule_names_what_changed_beside_a_worse_night():
     assert verdict.startswith("The newest night is worse than the noise of the 7 before: test_loss")
     assert changed == "Changed since night 6: config: learning_rate 0.002 → 0.1"
     assert usual == "Changed as before most runs: data: fingerprint"
+    # Two nights that are worse together are compared with the last night before both.
+    two = [parse_run(f"late {loss}", make_history([loss], **change)) for loss in (0.46, 0.47)]
+    verdict, changed, _ = compare_runs([*runs[:-1], *two]).list_notices()
+    assert "the 7 before" in verdict
+    assert changed.startswith("Changed since night 6: ")
 
 
 def test_a_night_without_the_figure_is_not_judged_by_it():

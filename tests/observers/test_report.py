@@ -3,6 +3,7 @@ import dataclasses
 import html
 import html.parser
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,7 +181,10 @@ def test_the_report_of_a_finished_run_is_complete():
         "20 x 24 x 24",
     ):
         assert words in text, words
-    assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 7
+    page = made.render()
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 7
+    best_row = page.split('<tr class="best">')[1].split("</tr>")[0]
+    assert re.search(r"<t[hd][^>]*>\s*4\s*<", best_row)
 
 
 @pytest.mark.usefixtures("titles_of_pictures")
@@ -236,6 +240,10 @@ def test_the_page_and_the_history_show_what_a_run_waits_for_until_its_nodes_are_
 def test_the_status_follows_the_run():
     running = report_of(sample_run.training()[:20], closed=False)
     assert (running.status, "As of" in text_of(running)) == ("running", True)
+    state, started = RunState.of(sample_run.training()[:20]), sample_run.started()
+    percent = running.content()["percent_done"]
+    assert 0 < percent < 100
+    assert percent == pytest.approx(100 * state.last_step / started.num_steps, abs=1)
     stopped = (TrainingStopped("SIGTERM ended the run"), KeyboardInterrupt())
     assert {report_of([], error).status for error in stopped} == {"interrupted"}
     failed = report_of(sample_run.training(), rank_failure())
@@ -285,8 +293,9 @@ def test_numbers_are_drawn_and_other_degrees_of_error_listed_from_the_worst():
     assert page.text.index("30% wrong") < page.text.index("10% wrong")
     assert page.images() == [b"png"] * 2
     names = [Prediction("e", "e", {"e": 0.9}, text="Bell|e"), Prediction("x", "a", {}, text="Ma|x")]
-    text = text_of(report_of([*sample_run.training(), PredictionsMade(1, names)]))
-    assert text.index("Ma|x") < text.index("Bell|e")
+    made = report_of([*sample_run.training(), PredictionsMade(1, names)])
+    assert text_of(made).index("Ma|x") < text_of(made).index("Bell|e")
+    assert "guess e, truth e (e 90 %)" in made.render()
 
 
 @pytest.mark.usefixtures("titles_of_pictures")
