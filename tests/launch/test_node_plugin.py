@@ -119,6 +119,20 @@ def test_an_agent_that_cannot_be_started_is_reported_with_the_reason(node, monke
     assert node.logged[-1] == ("run-0", {"lost": why})
 
 
+def test_a_worker_without_room_for_a_thread_is_reported_with_the_reason(node, monkeypatch):
+    """An error in a handler of Dask's stream would end the worker instead."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    plugin = node.plugins["run"]
+    plugin.take("run-0", {"job": b"job"})
+    why = "its agent could not be started: RuntimeError: can't start new thread"
+    assert node.logged == [("run-0", {"lost": why})]
+    assert not plugin.use.attempts
+
+
 def test_a_worker_that_another_run_uses_takes_no_job(node):
     plugin, other = node.plugins.values()
     agent = take_job(plugin, "run-0")

@@ -297,7 +297,11 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             if attempt not in self.admitted:
                 self.admit(attempt, meets_here=False)
             self.use.attempts.add(attempt)
-            threading.Thread(target=self._run, args=(attempt, content["job"]), daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(attempt, content["job"]), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # `ulimit -u` allows no more threads
+                self._finish(attempt, fail_to_start(error))
         agent = self.agents.get(attempt)
         if agent and "command" in content:
             with contextlib.suppress(OSError):  # the agent has just ended
@@ -309,9 +313,13 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             with self._turn:
                 event = self._supervise(attempt, job)
         except Exception as error:
-            event = lost(f"could not be started: {type(error).__name__}: {error}")
+            event = fail_to_start(error)
+        self._finish(attempt, event)
+
+    def _finish(self, attempt: str, event: dict[str, Any] | None) -> None:
+        """End an attempt with its last event, after which the next attempt may follow at once."""
         self.use.end(attempt)
-        if event:  # only now: the next attempt may follow at once
+        if event:
             self.worker.log_event(attempt, event)
 
     def _supervise(self, attempt: str, job: bytes) -> dict[str, Any] | None:
@@ -393,6 +401,11 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
 def lost(why: str) -> dict[str, Any]:
     """Return the event that an attempt has lost this node."""
     return {"lost": f"its agent {why}"}
+
+
+def fail_to_start(error: Exception) -> dict[str, Any]:
+    """Return the event that an attempt cannot be started in this worker."""
+    return lost(f"could not be started: {type(error).__name__}: {error}")
 
 
 def ignore(**message: Any) -> None:
