@@ -193,6 +193,13 @@ def test_the_axis_of_a_recipes_accuracy_is_in_percent() -> None:
     assert "90.00 % at epoch 2" in drawing.to_svg(panel)
 
 
+def test_a_resumed_run_has_a_mark_at_its_checkpoint() -> None:
+    first = [sample_run.started(), sample_run.loaded(), *sample_run.steps(1, 80)]
+    again = [sample_run.started(), sample_run.loaded(60), *sample_run.steps(61, 71)]
+    assert "resumed" not in texts_of(panels_of(first)["loss"])
+    assert "resumed" in texts_of(panels_of([*first, *again])["loss"])
+
+
 def test_values_are_shown_on_hover() -> None:
     loss = drawing.to_svg(panels_of(sample_run.training())["loss"])
     titles = re.findall("<title>(.*?)</title>", loss, re.DOTALL)
