@@ -38,6 +38,7 @@ from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports import drawing
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.task_run.run import WaitReporter
 from tests.support import sample_run
 from tests.support.reports import HOSTILE, hostile_run, rank_failure, report_of
@@ -198,6 +199,15 @@ def test_a_slow_rank_is_a_notice_and_each_change_a_row():
     assert text.count(str(slow)) == 1
     assert "no rank is slower than the others any more" in text
     assert "Announced losses 1 in this attempt; node 1 was lost" in text
+
+
+def test_the_run_card_counts_announced_losses_apart_from_restarts_and_names_a_known_licence():
+    begun = [sample_run.started(data_license="CC-BY-4.0"), sample_run.loaded()]
+    announced = AttemptEnded(40, "node 1 leaves", 0.0, num_leaving=1)
+    killed = AttemptEnded(60, "rank 1 was killed", 0.0)
+    card = run_card(RunState.of([*begun, announced, *begun, killed, *begun, killed, *begun]))
+    assert (card["ranks"]["restarts"], card["ranks"]["announced_losses"]) == (2, 1)
+    assert card["data"]["license"] == "CC-BY-4.0"
 
 
 @pytest.mark.usefixtures("titles_of_pictures")
