@@ -79,10 +79,10 @@ class AttemptStarted(Timed):
     launched_at: float  # start of the run, seconds since the epoch
     # waiting for nodes, since the end of the attempt before or the launch
     waited_seconds: float
-    # for a final checkpoint, from the notice that a node has to go; 0: not known
+    # seconds from the notice that a node has to go until its end; 0: not known
     grace_seconds: float = 0.0
     price: float = 0.0  # price of all nodes per hour; 0: not known
-    # what they would have cost in the part of `waited_seconds` before their pods started
+    # cost of all nodes for the part of `waited_seconds` before their pods started; nobody pays it
     absent_cost: float = 0.0
 
 

@@ -36,7 +36,7 @@ class HistoryFile:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # its own fold: it contains the events that the file has already
+        # This state also contains the events that the file has already.
         self._state = RunState.of(read_history(path) if path.exists() else [], keep_reports=False)
         self._file = open(path, "ab")  # noqa: SIM115 - open for as long as the run
         self._file.truncate(len_of_whole_lines(path.read_bytes()))

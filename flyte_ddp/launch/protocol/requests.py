@@ -29,7 +29,7 @@ class RunStatus:
     name: str  # name of the recipe, the function or the script
     # waiting, running (no step is known), training, saving, restarting; finished, stopped, failed
     phase: str
-    # what it waits for, why it saves, why it has restarted, or how it ended; one line
+    # reason of a wait, a save or a restart, or the end of the run; a single line
     reason: str = ""
     written_at: float = 0.0
     step: int = 0  # optimizer steps since the start of the run

@@ -71,7 +71,8 @@ def call_workers(
             except Exception as error:
                 if len(asked) == 1:
                     return {asked[0]: error}
-        return await call_each(asked, 1)  # one of the workers does not answer
+        # A worker did not answer, so each one is asked alone.
+        return await call_each(asked, 1)
 
     async def call_each(asked: Sequence[str], size: int) -> dict[str, Any]:
         chunks = [asked[start : start + size] for start in range(0, len(asked), size)]

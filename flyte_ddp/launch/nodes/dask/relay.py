@@ -59,7 +59,7 @@ class Relay(SchedulerPlugin):  # type: ignore[misc]
 
     def send(self, command: bytes) -> None:
         """Send a command to all nodes."""
-        content = {"command": command}  # one for all, because Dask remembers what it has sent
+        content = {"command": command}  # a single dict, because Dask remembers what it has sent
         for address in self.streams:
             self._send(address, content)
 
