@@ -193,6 +193,12 @@ def test_the_axis_of_a_recipes_accuracy_is_in_percent() -> None:
     assert "90.00 % at epoch 2" in drawing.to_svg(panel)
 
 
+def test_the_axis_of_a_speed_is_in_rounded_numbers() -> None:
+    texts = texts_of(panels_of(sample_run.training())["throughput"])
+    assert [text for text in texts if re.fullmatch(r"\d,\d{3}", text)]
+    assert not [text for text in texts if re.fullmatch(r"\d{4,}", text)]
+
+
 def test_a_resumed_run_has_a_mark_at_its_checkpoint() -> None:
     first = [sample_run.started(), sample_run.loaded(), *sample_run.steps(1, 80)]
     again = [sample_run.started(), sample_run.loaded(60), *sample_run.steps(61, 71)]
