@@ -109,7 +109,7 @@ class RunState(Listener):
     checkpoint: CheckpointWritten | None = None  # the newest checkpoint in the store
     predictions: PredictionsMade | None = None
     finished: RunFinished | None = None
-    # An event says which ranks are slow since then.
+    # Each event lists all ranks that are slow from its time on.
     stragglers: list[StragglersFound] = field(default_factory=list)
     bad_steps: list[StepFoundBad] = field(default_factory=list)
     # the newest picture of each name, in the order in which they were shown

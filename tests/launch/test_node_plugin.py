@@ -117,6 +117,7 @@ def test_an_agent_that_cannot_be_started_is_reported_with_the_reason(node, monke
     assert eventually(lambda: not plugin.use.attempts)
     why = "its agent could not be started: OSError: no more processes"
     assert node.logged[-1] == ("run-0", {"lost": why})
+    assert not plugin.is_at_work
 
 
 def test_a_worker_without_room_for_a_thread_is_reported_with_the_reason(node, monkeypatch):
@@ -131,6 +132,7 @@ def test_a_worker_without_room_for_a_thread_is_reported_with_the_reason(node, mo
     why = "its agent could not be started: RuntimeError: can't start new thread"
     assert node.logged == [("run-0", {"lost": why})]
     assert not plugin.use.attempts
+    assert not plugin.is_at_work  # so a spare agent may prepare here
 
 
 def test_a_worker_that_another_run_uses_takes_no_job(node):

@@ -27,9 +27,7 @@ class Holds:
 
     @property
     def are_lost(self) -> bool:
-        """Whether the client has lost its scheduler since the tasks began. In that case Dask has
-        cancelled the tasks.
-        """
+        """True if Dask has cancelled the tasks, because the client has lost its scheduler."""
         return any(each.cancelled() for each in self._futures.values())
 
     def begin(self, client: Client, plugin: str, attempt: str, addresses: Sequence[str]) -> None:

@@ -181,7 +181,9 @@ class SpareAgent:
 
 
 class WorkerUse:
-    """Whether the run uses its worker, and the task that shows it to others (holds.py)."""
+    """Records whether the run uses its worker. Its Dask task (holds.py) makes other runs choose
+    other workers.
+    """
 
     def __init__(self) -> None:
         self.attempts: set[str] = set()  # attempts whose job has come, until their end
@@ -301,7 +303,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             try:
                 thread.start()
             except RuntimeError as error:  # `ulimit -u` allows no more threads
-                self._finish(attempt, fail_to_start(error))
+                self._finish(attempt, describe_failed_start(error))
         agent = self.agents.get(attempt)
         if agent and "command" in content:
             with contextlib.suppress(OSError):  # the agent has just ended
@@ -313,12 +315,15 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             with self._turn:
                 event = self._supervise(attempt, job)
         except Exception as error:
-            event = fail_to_start(error)
+            event = describe_failed_start(error)
         self._finish(attempt, event)
 
     def _finish(self, attempt: str, event: dict[str, Any] | None) -> None:
         """End an attempt with its last event, after which the next attempt may follow at once."""
         self.use.end(attempt)
+        listener = self.admitted.pop(attempt, None)  # there is one if no agent took it
+        if listener:
+            listener.close()
         if event:
             self.worker.log_event(attempt, event)
 
@@ -403,7 +408,7 @@ def lost(why: str) -> dict[str, Any]:
     return {"lost": f"its agent {why}"}
 
 
-def fail_to_start(error: Exception) -> dict[str, Any]:
+def describe_failed_start(error: Exception) -> dict[str, Any]:
     """Return the event that an attempt cannot be started in this worker."""
     return lost(f"could not be started: {type(error).__name__}: {error}")
 
