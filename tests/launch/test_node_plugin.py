@@ -132,7 +132,7 @@ def test_a_worker_without_room_for_a_thread_is_reported_with_the_reason(node, mo
     why = "its agent could not be started: RuntimeError: can't start new thread"
     assert node.logged == [("run-0", {"lost": why})]
     assert not plugin.use.attempts
-    assert not plugin.is_at_work  # so a spare agent may prepare here
+    assert not plugin.is_at_work  # A spare agent may prepare here.
 
 
 def test_a_worker_that_another_run_uses_takes_no_job(node):
